@@ -32,7 +32,7 @@ def fit_pieces(tiers: TierManager, unit: Unit, jobs: Mapping[ParamHandle, Update
         job = jobs.get(handle)
         if job is not None and (job.arrays or LAYOUTS[handle.dtype] is not StateLayout.FP32):
             wanted[handle] = StateFormat(job.fields, job.state_dtype, job.whole)
-    lay_out(tiers, unit, wanted, {handle for handle, job in jobs.items() if job.first})
+    lay_out(tiers, unit, wanted, {handle for handle in unit.handles if handle in jobs and jobs[handle].first})
 
 
 def add_fields(tiers: TierManager, unit: Unit, fields: Mapping[ParamHandle, tuple[str, ...]]) -> None:

@@ -15,11 +15,12 @@ from torch import nn
 
 import deepoffload
 from deepoffload.errors import UnsupportedError
+from tests.optim.deferred import train_on_text
 from tests.optim.foreign_kinds import ChangesLateInList, OtherShapes, PlainLoop
 from tests.optim.soap import SOAP
 from tests.optim.test_foreign import Kind, copy_of, shown, train
 from tests.support.loops import assert_same_bits, weights_of
-from tests.support.models import rows
+from tests.support.models import TinyGPT, llama, mixtral, rows
 from tests.support.paging import EVICTING, RESIDENT, SERIAL, TIGHT, Paging, Setting, plain
 
 KINDS = (Kind(SOAP, {"lr": 0.01, "max_precond_dim": 40}), Kind(OtherShapes))
@@ -64,6 +65,28 @@ def test_same_bits_as_the_class_itself(paging: Paging, kind: Kind) -> None:
         assert_same_bits(shown(reference.inner), shown(optimizer))
         kept = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
         assert sum(value.nbytes for value in kept) < 5000
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        (partial(TinyGPT, width=32, depth=1, checkpointing=False), TIGHT),
+        (partial(llama, num_hidden_layers=1), replace(EVICTING, precision="bf16")),
+        (partial(mixtral, num_hidden_layers=1), EVICTING),
+    ],
+    ids=["gpt", "llama", "mixtral"],
+)
+def test_soap_on_language_models(paging: Paging, family: Any, setting: Setting) -> None:
+    """Tied embeddings, vectors, and stacked experts, whose three dimensions have a matrix each. The fourth step takes
+    bases that the third has refined."""
+    kind, found = KINDS[0], []
+    twin = plain(family, precision=setting.precision)
+    model = paging.build(family, setting, key=("soap", family.func))
+    for each, optimizer in ((twin, PlainLoop(twin, kind.plain)), (model, kind.paged(model.parameters()))):
+        torch.manual_seed(5)
+        found.append((train_on_text(each, optimizer, 4, 1), weights_of(each)))
+    assert_same_bits(*found)
+    assert deepoffload.stats(model)["evictions"] > 0
 
 
 def test_the_state_goes_in_and_out(paging: Paging) -> None:

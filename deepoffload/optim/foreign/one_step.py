@@ -13,7 +13,7 @@ from deepoffload.errors import UnsupportedError
 from deepoffload.native.cpu_adam import StateDType
 from deepoffload.optim.foreign.maker import Maker
 from deepoffload.optim.foreign.packed import copy_all, pack, views_of
-from deepoffload.optim.foreign.state_form import StateForm, described, form_after, plain_surroundings, same_setting
+from deepoffload.optim.foreign.state_form import StateForm, described, form_after, same_setting
 
 
 class ForeignHyper(NamedTuple):
@@ -67,37 +67,43 @@ class OneStep:
         self._device = device
 
     def make(self, operands: Operands, *, first: bool) -> None:
-        """Call the class.
+        """Call the class. To be called in :func:`~deepoffload.optim.foreign.state_form.plain_surroundings`.
 
         Raises:
             UnsupportedError: it has changed its state's shapes, or settings in another way for this parameter than for
                 others. Also what the class itself raises. The parameter may have changed.
         """
-        with plain_surroundings(self._device.type):
-            param = nn.Parameter(operands.weight.to(self._device))
-            if operands.grad is not None:
-                param.grad = operands.grad.to(self._device)
-            # A class may give a tensor other memory (``set_``): what it gets is not the operand itself.
-            moved = {key: array.to(self._device).detach() for key, array in operands.arrays.items()}
-            room = None if operands.room is None else operands.room.to(self._device)
-            settings = {key: _own(value) for key, value in self._hyper.settings.items()}
-            if first and self._hyper.method == "step":
-                optimizer = self._maker.fresh(param, settings)
+        param = nn.Parameter(operands.weight.to(self._device))
+        if operands.grad is not None:
+            param.grad = operands.grad.to(self._device)
+        # A class may give a tensor other memory (``set_``): what it gets is not the operand itself.
+        moved = {key: array.to(self._device).detach() for key, array in operands.arrays.items()}
+        room = None if operands.room is None else operands.room.to(self._device)
+        settings = {key: _own(value) for key, value in self._hyper.settings.items()}
+        if first and self._hyper.method == "step":
+            given: dict[str, Any] = {}
+            optimizer = self._maker.fresh(param, settings)
+        else:
+            entry = operands.entry if room is None else views_of(operands.entry, self._form.packed, room)
+            given = {} if first else {**entry, **moved}
+            optimizer = self._maker.going_on(param, settings, given)
+        before = _seen(given) if room is None and self._device.type == "cpu" else None
+        place = _place(operands.weight)
+        try:
+            getattr(optimizer, self._hyper.method)()
+            self._check_settings(optimizer.param_groups[0])
+            state = optimizer.state.get(param, {})
+            if before and _place(param) == place and before == _seen(state):  # nothing to bring: all changed in place
+                operands.entry.update({key: state[key] for key in self._form.others})
             else:
-                entry = operands.entry if room is None else views_of(operands.entry, self._form.packed, room)
-                optimizer = self._maker.going_on(param, settings, {} if first else {**entry, **moved})
-            try:
-                getattr(optimizer, self._hyper.method)()
-                self._check_settings(optimizer.param_groups[0])
-                self._take(optimizer, param, operands)
-            finally:  # an object of a class may be part of a cycle, and would keep what it has until it is collected
-                optimizer.state.clear()
-                optimizer.param_groups.clear()
-                param.grad = None
+                self._take(state, param, operands)
+        finally:  # an object of a class may be part of a cycle, and would keep what it has until it is collected
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+            param.grad = None
 
-    def _take(self, optimizer: torch.optim.Optimizer, param: nn.Parameter, operands: Operands) -> None:
+    def _take(self, state: Mapping[str, Any], param: nn.Parameter, operands: Operands) -> None:
         """Bring what the class has made to where it is kept."""
-        state = optimizer.state.get(param, {})
         if not state and self._hyper.method != "step":
             return
         where = f"{self._maker.name} over {self._name}"
@@ -124,6 +130,24 @@ class OneStep:
                     f"{self._maker.name} over {self._name}: this step sets the group's {key!r} to {value!r}, and that "
                     f"of others to {expected.get(key)!r}: it uses what it sees of one parameter for all of them"
                 )
+
+
+def _seen(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What stays so where a step changes numbers and values of tensors, and nothing else. None where a value is of
+    another kind."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if type(value) is Tensor:
+            found[key] = (id(value), _place(value))
+        elif type(value) in (int, float):
+            found[key] = type(value)
+        else:
+            return None
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _own(value: Any) -> Any:

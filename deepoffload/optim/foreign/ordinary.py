@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepoffload.optim.foreign.maker import Maker
 from deepoffload.optim.foreign.one_step import OneStep, Operands
-from deepoffload.optim.foreign.state_form import StateForm
+from deepoffload.optim.foreign.state_form import StateForm, plain_surroundings
 from deepoffload.optim.ordinary import OrdinaryUpdate
 from deepoffload.optim.rule import Rule, UpdateJob
 
@@ -43,7 +43,8 @@ class ForeignOrdinary(OrdinaryUpdate):
             operands = Operands(weight, grad, arrays, state)
             name = f"a parameter of shape {tuple(param.shape)}"
             try:
-                OneStep(self._maker, job.hyper, form, name, weight.device).make(operands, first=job.first)
+                with plain_surroundings(weight.device.type):
+                    OneStep(self._maker, job.hyper, form, name, weight.device).make(operands, first=job.first)
             finally:
                 state.update(arrays)
         if jobs:

@@ -57,9 +57,10 @@ class RunByRun:
         keep: list[Tensor] = []
         address, dtype = self._gradients.address(handle, 0, keep)
         grad = values_at(address, handle.numel, GRADIENT_DTYPES[dtype])
+        weight = weight_of(handle)
         for run in runs_of(part, self._run_numel(handle, piece, dtype)):
             if run.start >= self._elements.get(handle, 0):
-                self._step_run(handle, job, piece, run, grad)
+                self._step_run(handle, job, piece, run, run_of(weight, run), grad)
 
     def _run_numel(self, handle: ParamHandle, piece: StatePiece, grad_dtype: DType) -> int:
         """Where nothing is copied, shorter runs save nothing; neither do they on a device."""
@@ -68,10 +69,9 @@ class RunByRun:
         return RUN_NUMEL if has_copies and handle.device.type == "cpu" else handle.numel
 
     def _step_run(
-        self, handle: ParamHandle, job: UpdateJob, piece: StatePiece, run: PieceSegment, grads: Tensor
+        self, handle: ParamHandle, job: UpdateJob, piece: StatePiece, run: PieceSegment, weight: Tensor, grads: Tensor
     ) -> None:
         view = PieceView(self._tiers, piece)
-        weight = run_of(weight_of(handle), run)
         if piece.kind is StateLayout.SPLIT_BF16:
             master = self._room_of("weight", run.numel)
             merge(run, view, weight, master)

@@ -8,7 +8,7 @@ state that cannot be kept is refused before that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,9 +175,11 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def same_setting(one: Any, other: Any) -> bool:
     """Whether two settings are equal; tensors by their values."""
+    if one is other:
+        return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return one is other or (both and one.shape == other.shape and bool((one == other).all()))
+        return both and one.shape == other.shape and bool((one == other).all())
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
@@ -196,5 +198,6 @@ def untouched_random_numbers() -> Iterator[None]:
 @contextmanager
 def plain_surroundings(device: str = "cpu") -> Iterator[None]:
     """Outside the modes of the program: a step that is made late may run in the middle of its forward."""
-    with outside_user_modes(), torch.autocast(device, enabled=False):
+    casts = torch.is_autocast_enabled(device)
+    with outside_user_modes(), torch.autocast(device, enabled=False) if casts else nullcontext():
         yield

@@ -31,7 +31,7 @@ from deepoffload.optim.foreign.maker import Maker
 from deepoffload.optim.foreign.one_step import ForeignHyper, Operands
 from deepoffload.optim.foreign.packed import packed_key, packed_keys
 from deepoffload.optim.foreign.run_by_run import RunByRun
-from deepoffload.optim.foreign.state_form import StateForm
+from deepoffload.optim.foreign.state_form import StateForm, plain_surroundings
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Rule, UpdateJob
@@ -39,7 +39,6 @@ from deepoffload.optim.state import LAYOUTS, PieceView, follow_weight, values_at
 from deepoffload.optim.update import HostUpdate
 from deepoffload.params.layout import PieceSegment
 from deepoffload.params.pager import Pager
-from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.params.unit import ParamHandle, StatePiece, Unit
 
 
@@ -123,7 +122,7 @@ class ForeignUpdate(HostUpdate):
     def _step(self, unit: Unit, handle: ParamHandle, places: list[Place]) -> None:
         self._calls.check(handle)
         job = self.jobs[handle]
-        with outside_user_modes():
+        with plain_surroundings(handle.device.type):
             if places and self._runs.takes(handle, job):
                 self._step_run_by_run(unit, handle, places)
             elif len(places) <= 1:
