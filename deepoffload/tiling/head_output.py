@@ -15,7 +15,8 @@ from deepoffload.tiling.linear import LinearInTiles
 
 
 class HeadOutput(Tensor):
-    """``head(hidden)``, not computed yet. Every operation but ``float()`` makes the logits, and works on these.
+    """``head(hidden)``, not computed yet. Every operation but ``float()`` and ``contiguous()`` makes the logits, and
+    works on these.
 
     Attributes:
         hidden: ``[..., features]``.
@@ -55,6 +56,8 @@ class HeadOutput(Tensor):
             if _plain(Tensor.dtype, one) is torch.float32:
                 return one
             return cls.of(one.head, one.hidden, _plain(Tensor.shape, one)[-1], torch.float32)
+        if func is Tensor.contiguous and len(args) == 1 and not kwargs and args[0]._made is None:
+            return args[0]  # as what a linear layer puts out is
         if func in METADATA:
             return past_doors(func, args, kwargs)
         args, kwargs = tree_map_only(HeadOutput, HeadOutput.logits, (args, kwargs or {}))

@@ -15,8 +15,8 @@ from deepoffload.tiling.head_output import LAZY, HeadOutput
 from deepoffload.tiling.loss import loss_in_tiles
 
 _INSTEAD = "compute the loss yourself with deepoffload.tiled_loss(hidden, head, targets)"
-_CHANGING = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings by which models change their logits on the way to the loss."""
+_CHANGING = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings by which models change their logits on the way to the loss. A scale of 1 is applied, too."""
 
 
 def tile_loss(model: nn.Module, max_bytes: int | str = "32MiB") -> None:
@@ -63,7 +63,7 @@ def _why_not(model: Any, head: Any) -> str | None:
     config = getattr(model.config, "text_config", model.config)
     for key in _CHANGING:
         value = getattr(config, key, None)
-        if value not in (None, 1, 1.0):
+        if value is not None:
             return f"changes its logits before the loss ({key}={value})"
     return None
 
