@@ -45,8 +45,8 @@ else
     chosen=(-m gpu ${TESTS:-tests/gpu})
 fi
 tests=0
-timeout --signal=INT --kill-after=20 "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider --timeout 120 "${chosen[@]}" \
-    >"$RESULTS/gpu_tests.txt" 2>&1 || tests=$?
+timeout --signal=INT --kill-after=20 "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider --timeout 120 \
+    --continue-on-collection-errors "${chosen[@]}" >"$RESULTS/gpu_tests.txt" 2>&1 || tests=$?
 tail -n 40 "$RESULTS/gpu_tests.txt"
 case $tests in
     0) ;;

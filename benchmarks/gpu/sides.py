@@ -51,6 +51,10 @@ class Side:
     def stats(self) -> dict[str, Any]:
         return {}
 
+    def disk_bytes(self) -> tuple[int, int] | None:
+        """Read and written since the beginning; None where nobody counts them."""
+        return None
+
 
 class Plain(Side):
     """bf16 weights over fp32 masters, torch's fused AdamW, all on the device: 18 bytes per parameter."""
@@ -99,16 +103,20 @@ class Ours(Side):
     def stats(self) -> dict[str, Any]:
         return {"stats": self.engine.stats(), "placement": self.engine.placement.table()}
 
+    def disk_bytes(self) -> tuple[int, int] | None:
+        found = self.engine.stats()
+        return found["disk_bytes_read"], found["disk_bytes_written"]
+
 
 class Fsdp2(Side):
     """``fully_shard`` over one process with ``CPUOffloadPolicy``, fp32 masters on the CPU, bf16 on the device."""
 
     def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
-        from torch.distributed import TCPStore, init_process_group
+        from torch.distributed import HashStore, init_process_group
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        init_process_group(backend, store=TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+        init_process_group(backend, store=HashStore(), rank=0, world_size=1)  # one process needs no network
         self.model = build()
         fill(self.model)
         policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy()}

@@ -161,9 +161,14 @@ def resolve_budgets(
     return Budgets(device_bytes, host_bytes, nvme_bytes, reasons, host_ranks, part_bytes, share, where)
 
 
+def unsaid_device_bytes(free_bytes: int) -> int:
+    """The device budget where nobody says one."""
+    return int(free_bytes * DEVICE_SHARE)
+
+
 def _device(said: int | None, device: Device, free_bytes: int) -> tuple[int, str]:
     if said is None:
-        taken = int(free_bytes * DEVICE_SHARE)
+        taken = unsaid_device_bytes(free_bytes)
         share = f"{DEVICE_SHARE:.0%} of the {format_bytes(free_bytes)} free"
         return taken, f"device: up to {format_bytes(taken)} for weights on {device}, {share}"
     if said > free_bytes:

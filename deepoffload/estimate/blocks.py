@@ -29,6 +29,7 @@ class BlockPlan:
     ``content_bytes``: by block, what it stores (``BlockSpec.nbytes`` is what it takes in memory).
     ``trained_by_unit``: how many trainable parameters (tensors) each unit has.
     ``registered_bytes``: parameters as the model registers them. ``largest_bytes``: the largest one, so registered.
+    ``device_bytes``: what the engine takes of a device's memory, in one piece; 0 where the CPU computes.
     ``rank``: where this is one rank's part of a model, what else the rank has.
     """
 
@@ -40,6 +41,7 @@ class BlockPlan:
     largest_bytes: int
     num_parameters: int
     trained_by_unit: dict[int, int]
+    device_bytes: int = 0
     rank: RankShare | None = None
 
     def table(self) -> str:
@@ -87,17 +89,19 @@ class Planner:
         """What the parameters and buffers compute in."""
         return self._cutter.types
 
-    def plan(self, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths) -> BlockPlan:
-        """Place the model as ``offload_context`` would.
+    def plan(
+        self, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths, device_bytes: int = 0
+    ) -> BlockPlan:
+        """Place the model as ``offload_context`` would. ``device_bytes``: its device budget.
 
         Raises:
             PlacementError: it does not fit; the message carries the table.
         """
         exchange = None if self._link is None else self._link.exchange
         capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        room = Room(capacity_bytes, nvme_bytes, bandwidths, exchange=exchange, no_guesses=self._no_guesses)
+        room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange, self._no_guesses)
         choice = choose(self._cutter, self._config, room)
-        plan = _block_plan(choice)
+        plan = _block_plan(choice, choice.device_bytes(device_bytes))
         if self._link is None:
             return plan
         share = rank_share(choice, self._link, room.capacity_bytes, self._config.gradient_accumulation_steps)
@@ -175,7 +179,7 @@ def _fits(attempt: Callable[[int], object], capacity_bytes: int) -> bool:
     return True
 
 
-def _block_plan(choice: ChosenCut) -> BlockPlan:
+def _block_plan(choice: ChosenCut, device_bytes: int) -> BlockPlan:
     drafts = choice.cut.division.drafts
     handles = [handle for draft in drafts for handle in draft.handles]
     return BlockPlan(
@@ -187,4 +191,5 @@ def _block_plan(choice: ChosenCut) -> BlockPlan:
         largest_bytes=max(handle.nbytes for handle in handles),
         num_parameters=sum(handle.numel for handle in handles),
         trained_by_unit={draft.index: len(draft.trained) for draft in drafts},
+        device_bytes=device_bytes,
     )

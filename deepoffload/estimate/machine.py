@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from deepoffload.config.resolve import unsaid_device_bytes
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import at_least, positive, positive_integer
@@ -86,6 +87,12 @@ class MachineSpec:
     @property
     def has_device(self) -> bool:
         return self.device_memory_bytes > 0
+
+    def device_budget_bytes(self, said: int | None) -> int:
+        """What ``offload_context`` takes of a device at most. ``said``: ``device_budget``."""
+        if not self.has_device:
+            return 0
+        return unsaid_device_bytes(self.device_memory_bytes) if said is None else said
 
     def bandwidths(self) -> Bandwidths:
         """What one rank has of them: the devices of a node share its disks and its memory."""

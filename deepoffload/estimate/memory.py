@@ -89,7 +89,6 @@ def estimate_memory(
     *,
     process_bytes: int,
     has_device: bool = False,
-    ranks: int = 1,
     together: int = 1,
     written: frozenset[int] | None = None,
     overlap: StepOverlap | None = None,
@@ -109,7 +108,6 @@ def estimate_memory(
             first backward begins.
         shared_bytes: of the gradient of each weight that the last unit and others use.
         leaving: which activations leave where they are made, next to what ``blocks`` takes of the host budget.
-        ranks: of how many this is one, where ``blocks`` is its share: a device holds the units in use whole.
     """
     placement = blocks.placement
     rows = []
@@ -134,8 +132,8 @@ def estimate_memory(
     if run is not None:
         rows += _activations(run, has_device, together, leaving, shared_bytes)
         if has_device:
-            gathered = blocks.in_use_bytes() * ranks
-            rows.append(MemoryRow("units on the device", device=gathered, note="weights in use and next, gradients"))
+            taken, note = blocks.device_bytes, "in one piece: weights, and optimizer state with a device_budget"
+            rows.append(MemoryRow("units on the device", device=taken, note=note))
     rows.append(MemoryRow("process", pageable=process_bytes, note="Python, torch and other libraries"))
     arena = placement.capacity_bytes if blocks.rank is None else blocks.rank.arena_bytes
     built = min(arena, _built_bytes(blocks))

@@ -138,7 +138,12 @@ def estimate(
     planned, nvme_planned = capacity * parts, None if nvme is None else nvme * parts
     blocks, problem = None, ""
     try:
-        blocks = planner.plan(capacity_bytes=planned, nvme_bytes=nvme_planned, bandwidths=bandwidths)
+        blocks = planner.plan(
+            capacity_bytes=planned,
+            nvme_bytes=nvme_planned,
+            bandwidths=bandwidths,
+            device_bytes=machine.device_budget_bytes(config.device_budget),
+        )
     except PlacementError as error:
         problem = str(error)
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
@@ -174,7 +179,6 @@ def estimate(
         return found
     if parts > 1:
         blocks = _part(blocks, parts)
-    on["ranks"] = parts
     memory = estimate_memory(blocks, run, together=together_in(config, order), **on)
     problem = gone.problem(memory.left_bytes) or _too_much(memory, machine, room)
     found = replace(found, blocks=blocks, memory=memory, problem=problem)

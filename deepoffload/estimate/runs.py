@@ -66,7 +66,7 @@ class RunsByOrder:
         free_bytes = machine.host_memory_bytes // machine.devices_per_node
         free_bytes -= machine.process_bytes + self._blocks.placement.capacity_bytes
         if machine.has_device:
-            free_bytes = machine.device_memory_bytes - self._blocks.in_use_bytes()
+            free_bytes = machine.device_memory_bytes - self._blocks.device_bytes
         return not room.holds(together, lambda: free_bytes)
 
 

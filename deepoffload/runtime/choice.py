@@ -40,6 +40,10 @@ from deepoffload.schedule.placement import KIND_NUMBERS, BlockColumns, BlockSpec
 UPDATED_WITH = (BlockKind.STATE, BlockKind.GRADIENT)
 """What of a unit lives on a device where its optimizer state does."""
 
+TRIMMED_BYTES_MIN = 64 << 20
+"""What is left of a device's budget at least, if it was as much: layers that come later may be larger than all before.
+"""
+
 
 @dataclass(frozen=True)
 class Room:
@@ -82,6 +86,13 @@ class ChosenCut:
     def content_bytes(self) -> list[int]:
         """What each block stores."""
         return [block.nbytes for unit in self.sizes for block in unit.blocks for _ in range(block.count)]
+
+    def device_bytes(self, capacity_bytes: int) -> int:
+        """What is taken, in one piece, of a device budget of ``capacity_bytes``: weights, and what lives there."""
+        rooms = [block.room_bytes for unit in self.sizes for block in unit.blocks for _ in range(block.count)]
+        meanwhile_bytes = scratch_bytes(capacity_bytes) if self.on_device else 0
+        stays_bytes = sum(rooms[number] for number in self.on_device) + meanwhile_bytes
+        return min(capacity_bytes, max(weights_on_device_bytes(self.sizes) + stays_bytes, TRIMMED_BYTES_MIN))
 
     def from_other_ranks(self, accumulation_steps: int) -> RankTraffic | None:
         """What a rank gets from the others in a step; None for one rank."""

@@ -28,13 +28,9 @@ from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.transport import open_exchange
-from deepoffload.runtime.choice import weights_on_device_bytes
 from deepoffload.runtime.link_rates import link_rates
 from deepoffload.runtime.plan import ModelPlan
 from deepoffload.timeline import Timeline
-
-TRIMMED_BYTES_MIN = 64 << 20
-"""What is left of the budget at least, if it was as much: layers that come later may be larger than all before."""
 
 
 def with_ring(capacity_bytes: int) -> int:
@@ -155,11 +151,9 @@ def take_device_memory(memory: ShownMemory, plan: ModelPlan, landings: DeviceLan
     if plan.chosen.copies_bytes:
         memory.reserve(plan.chosen.copies_bytes)
         return
-    state_bytes = sum(block.shown_room_bytes for block in plan.on_device)
     meanwhile_bytes = scratch_bytes(memory.capacity_bytes) if plan.on_device else 0
-    needed_bytes = weights_on_device_bytes(plan.chosen.sizes) + state_bytes + meanwhile_bytes
     try:
-        memory.reserve(max(needed_bytes, TRIMMED_BYTES_MIN), meanwhile_bytes)
+        memory.reserve(plan.chosen.device_bytes(memory.capacity_bytes), meanwhile_bytes)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"{memory.device} has no {memory.capacity_bytes} bytes in one piece for weights, as device_budget "

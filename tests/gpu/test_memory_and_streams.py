@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from benchmarks.common.gpt import GPT, tokens_of
 from deepoffload import stats
+from deepoffload.config import Config, Precision
 from deepoffload.errors import BudgetError, ConfigError, PlacementError
-from deepoffload.runtime.device import TRIMMED_BYTES_MIN
+from deepoffload.estimate import Batch, MachineSpec, estimate, from_module
+from deepoffload.runtime.choice import TRIMMED_BYTES_MIN
 from deepoffload.schedule.events import Event
 from deepoffload.timeline import Lane
+from examples.gpt.model import Shape
 from tests.support import cuda
 from tests.support.gpu import Gpu, memory_of, on_cpu
 from tests.support.inspect import handle_of, pager_of
@@ -68,6 +73,33 @@ def test_no_more_than_the_budget_and_activations(gpu: Gpu) -> None:
     stand_ins = 64 * 512
     assert budget <= taken <= budget + activations + in_flight + stand_ins
     assert stats(model)["device_evictions"] > 0
+
+
+def test_the_peak_is_the_estimate(simulated_gpu: str, nvme_path: Path) -> None:
+    """Within a tenth, also where the budget holds a part of the weights, and where it holds state, too. (Before, the
+    estimate was of two units, whatever the budget was.)"""
+    module = torch.get_device_module(simulated_gpu)
+    batch, seq, width = 2, 128, 256
+    tokens, targets = tokens_of(0, batch, seq)
+    with torch.device("meta"):
+        subject = from_module(GPT(Shape(width, 4), seq), Batch(batch, seq), lambda call: call(tokens, tokens))
+    for budget in (4 << 20, 48 << 20):
+        before = module.memory_allocated()
+        config = {"device_budget": budget, "host_budget": 256 << 20, "precision": "bf16"}
+        with deepoffload.offload_context(**config, nvme_path=str(nvme_path), device=simulated_gpu) as context:
+            model = GPT(Shape(width, 4), seq)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-3)
+        module.reset_peak_memory_stats()
+        for _ in range(2):
+            model(tokens.to(simulated_gpu), targets.to(simulated_gpu)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = module.max_memory_allocated() - before
+        spec = MachineSpec(host_memory_bytes=4 << 30, nvme_bytes=1 << 40, device_memory_bytes=1 << 30)
+        found = estimate(subject, spec, Config(precision=Precision.BF16, device_budget=budget)).memory
+        assert found is not None and peak == pytest.approx(found.device_bytes, rel=0.1)
+        assert context.engine is not None
+        context.engine.close()
 
 
 def test_the_workspaces_of_products_are_no_leak(gpu: Gpu) -> None:

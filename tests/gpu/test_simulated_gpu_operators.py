@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 Tensors = list[torch.Tensor]
 
@@ -63,13 +62,15 @@ class CrossEntropy(nn.Linear):
 
 
 def gpt2() -> nn.Module:
+    made: Any = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    return Loss(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)))
+    return Loss(made.GPT2LMHeadModel(made.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)))
 
 
 def llama() -> nn.Module:
+    made: Any = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return Loss(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)))
+    return Loss(made.LlamaForCausalLM(made.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)))
 
 
 def floats() -> Tensors:
