@@ -128,22 +128,18 @@ def estimate(
         ConfigError: the configuration asks for what the machine does not have.
         UsageError: the model cannot be run on shapes.
     """
-    process, link = machine.process_bytes, planned_link(machine, config)
+    link = planned_link(machine, config)
     order, other = _orders(config)
     planner = Planner(subject.module, config, link, on_device=machine.has_device)
-    bandwidths = machine.bandwidths()
-    capacity, nvme = budgets(machine, config)
+    bandwidths, (capacity, nvme) = machine.bandwidths(), budgets(machine, config)
     # One device of several plans for its part: the same plan in a memory and on disks that are so many times larger.
     parts = machine.ranks if link is None else 1
     planned, nvme_planned = capacity * parts, None if nvme is None else nvme * parts
+    room_there: dict[str, Any] = {"nvme_bytes": nvme_planned, "bandwidths": bandwidths}
+    room_there["device_bytes"] = machine.device_budget_bytes(config.device_budget)
     blocks, problem = None, ""
     try:
-        blocks = planner.plan(
-            capacity_bytes=planned,
-            nvme_bytes=nvme_planned,
-            bandwidths=bandwidths,
-            device_bytes=machine.device_budget_bytes(config.device_budget),
-        )
+        blocks = planner.plan(capacity_bytes=planned, **room_there)
     except PlacementError as error:
         problem = str(error)
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
@@ -151,7 +147,7 @@ def estimate(
     runs = RunsByOrder(subject, known, planner.types, config, machine, progress)
     run = runs.of(order)
     gone = _leaving(machine, config)
-    on: dict[str, Any] = {"process_bytes": process, "has_device": machine.has_device, "leaving": gone}
+    on: dict[str, Any] = {"process_bytes": machine.process_bytes, "has_device": machine.has_device, "leaving": gone}
     on["shared_bytes"] = shared_gradient_bytes(subject.module, planner.types)
     beside = _beside(known, run, together_in(config, order), on)
     room = max(0, machine.host_memory_bytes // machine.devices_per_node - beside)
