@@ -81,6 +81,65 @@ WeightForm read_weight(const SegmentReader& in, Layout layout, UpdateArgs& a) {
                                           : WeightForm::kBf16;
 }
 
+// What is new in [begin, end) is old at `old` bytes from there.
+struct Place {
+    std::uintptr_t begin, end;
+    std::ptrdiff_t old;
+};
+
+std::vector<Place> read_places(const py::sequence& places) {
+    std::vector<Place> found;
+    for (std::size_t i = 0; i < places.size(); ++i) {
+        const py::tuple place = places[i];
+        if (place.size() != 3)
+            refuse("elsewhere[" + std::to_string(i) + "] is not (begin, nbytes, old)");
+        const auto begin = reinterpret_cast<std::uintptr_t>(address_of<void>(place[0], {"elsewhere", i, "begin"}));
+        const std::size_t nbytes = count_of(place[1], {"elsewhere", i, "nbytes"});
+        const auto old = reinterpret_cast<std::uintptr_t>(address_of<void>(place[2], {"elsewhere", i, "old"}));
+        if (old < begin + nbytes && begin < old + nbytes)
+            refuse("elsewhere[" + std::to_string(i) + "]: what is old and what is new overlap");
+        found.push_back({begin, begin + nbytes, static_cast<std::ptrdiff_t>(old - begin)});
+    }
+    return found;
+}
+
+class OldPlaces {
+  public:
+    OldPlaces(const std::vector<Place>& places, std::size_t segment) : places_(places), segment_(segment) {}
+    std::ptrdiff_t operator()(const void* array, std::size_t nbytes) {
+        const auto begin = reinterpret_cast<std::uintptr_t>(array);
+        for (const Place& place : places_) {
+            if (array == nullptr || begin >= place.end || begin + nbytes <= place.begin)
+                continue;
+            if (begin < place.begin || begin + nbytes > place.end)
+                refuse("segments[" + std::to_string(segment_) + "] lies partly in one of elsewhere");
+            any = true;
+            return place.old;
+        }
+        return 0;
+    }
+    bool any = false;
+
+  private:
+    const std::vector<Place>& places_;
+    std::size_t segment_;
+};
+
+Elsewhere find_old(const Segment& segment, const std::vector<Place>& places, std::size_t index) {
+    OldPlaces old_of(places, index);
+    const UpdateArgs& a = segment.args;
+    Elsewhere old{};
+    old.weight = old_of(a.weight, a.n * segment.weight_size);
+    old.remainder = old_of(a.remainder, a.n * sizeof(*a.remainder));
+    old.master = old_of(a.master, a.n * sizeof(*a.master));
+    for (int i = 0; i < kMaxStates; ++i) {
+        old.state[i] = old_of(a.state[i], a.n * segment.state_size);
+        old.absmax[i] = old_of(a.absmax[i], (a.n + kStateBlock - 1) / kStateBlock * sizeof(float));
+    }
+    old.any = old_of.any;
+    return old;
+}
+
 struct Group {
     Rule rule;
     Coefficients coefficients;
@@ -226,7 +285,7 @@ Group read_sgd(const py::handle& object, std::size_t index, double grad_factor) 
 
 template <Group (*kRead)(const py::handle&, std::size_t, double)>
 void step(const py::sequence& segments, const py::sequence& hypers, int layout_value, double grad_factor,
-          long long num_threads) {
+          long long num_threads, const py::sequence& elsewhere) {
     if (layout_value < 0 || layout_value > static_cast<int>(Layout::kBf16))
         refuse("layout = " + std::to_string(layout_value) +
                " is not a StateLayout (FP32 = 0, SPLIT_BF16 = 1, MASTER = 2, BF16 = 3)");
@@ -240,11 +299,14 @@ void step(const py::sequence& segments, const py::sequence& hypers, int layout_v
         groups.push_back(kRead(hyper, i, grad_factor));
         coefficients.push_back(groups.back().coefficients);
     }
+    const std::vector<Place> places = read_places(elsewhere);
     std::vector<Segment> parsed;
     parsed.reserve(segments.size());
     for (std::size_t i = 0; i < segments.size(); ++i) {
         const py::object segment = segments[i];
         parsed.push_back(read_segment(SegmentReader(segment, i), static_cast<Layout>(layout_value), groups));
+        if (!places.empty())
+            parsed.back().old = find_old(parsed.back(), places, i);
     }
     const py::gil_scoped_release release;
     run_step(parsed, coefficients, threads);
@@ -253,10 +315,14 @@ void step(const py::sequence& segments, const py::sequence& hypers, int layout_v
 } // namespace
 
 void bind_steps(py::module_& module) {
-    module.def("adam_step", &step<read_adam>);
-    module.def("lion_step", &step<read_lion>);
-    module.def("adagrad_step", &step<read_adagrad>);
-    module.def("sgd_step", &step<read_sgd>);
+    const auto bind = [&module](const char* name, auto function) {
+        module.def(name, function, py::arg("segments"), py::arg("hypers"), py::arg("layout"), py::arg("grad_factor"),
+                   py::arg("num_threads"), py::arg("elsewhere") = py::tuple());
+    };
+    bind("adam_step", &step<read_adam>);
+    bind("lion_step", &step<read_lion>);
+    bind("adagrad_step", &step<read_adagrad>);
+    bind("sgd_step", &step<read_sgd>);
 }
 
 } // namespace cpu_adam

@@ -67,7 +67,7 @@ class BlockOwner(Protocol):
 
 class Block:
     """One block. Only :class:`~deepoffload.memory.tier_manager.TierManager` changes ``state``, ``offset`` and
-    ``extent``.
+    ``extent``, but for a guess's :class:`~deepoffload.memory.kept_bytes.KeptBytes`.
 
     Attributes:
         offset: byte offset in the arena while resident, else None.

@@ -4,28 +4,35 @@ It is the shadow paging of durable steps and background saves (``memory.committe
 difference: the change itself is what may be given up. So the block gets a fresh extent at once, and the old one is set
 aside. A block of which memory alone has the bytes is copied into a *journal*, a block like any other: it may be written
 to NVMe where its memory is needed.
+
+Where memory has room to spare, nothing is copied: the journal gets the block's memory with all that is in it, and the
+block gets the journal's. What changes it reads the old bytes there (:meth:`KeptBytes.elsewhere`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from deepoffload.io.extents import Extent
 from deepoffload.memory.block import Block, host_view_owner
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
+from deepoffload.native.cpu_adam import Elsewhere
 from deepoffload.schedule.block_state import BlockState
 
 
 class KeptBlock:
-    """What one block held before its change: in ``extent``, or in ``journal``."""
+    """What one block held before its change: in ``extent``, or in ``journal``. ``in_turn``: those two have each other's
+    memory. ``written``: then, where what is new of it begins, and its bytes, as long as the rest is not."""
 
-    __slots__ = ("block", "extent", "journal")
+    __slots__ = ("block", "extent", "journal", "in_turn", "written")
 
     def __init__(self, block: Block, extent: Extent | None, journal: Block | None) -> None:
         self.block = block
         self.extent = extent
         self.journal = journal
+        self.in_turn = False
+        self.written: list[tuple[int, int]] | None = None
 
 
 class KeptBytes:
@@ -37,15 +44,23 @@ class KeptBytes:
     Args:
         blocks: those that are about to change.
         staying: ids of those of them whose journals stay in memory.
+        in_turn: whether blocks and journals may have each other's memory. Blocks that stay come to lie elsewhere then.
 
     Raises:
         BudgetError: there is no disk space for them. IoFailure: a swap file cannot grow. Nothing is taken then.
     """
 
     def __init__(
-        self, tiers: TierManager, blocks: Sequence[Block], num_threads: int, staying: Container[int] = ()
+        self,
+        tiers: TierManager,
+        blocks: Sequence[Block],
+        num_threads: int,
+        staying: Container[int] = (),
+        *,
+        in_turn: bool = False,
     ) -> None:
         self._tiers = tiers
+        self._in_turn = in_turn
         self._num_threads = num_threads
         self._unchanged = {block.id for block in blocks}
         self._spare: dict[int, Extent] = {}
@@ -85,25 +100,66 @@ class KeptBytes:
             self._kept.append(KeptBlock(block, old, None))
             block.extent = spare
         else:
-            self._kept.append(KeptBlock(block, None, self._journal(block, spare)))
+            kept = KeptBlock(block, None, self._journal(block))
+            self._kept.append(kept)
             self._tiers.will_change(block)
+            self._keep_in(kept, spare)
         self._unchanged.discard(block.id)
         self._spare.pop(block.id, None)
 
-    def _journal(self, block: Block, extent: Extent | None) -> Block:
+    def elsewhere(self) -> list[Elsewhere]:
+        """What is to be read in another place than where it is written: the blocks that are changing now, and have
+        another memory than before."""
+        address = self._tiers.address
+        return [
+            Elsewhere(address(kept.block), kept.block.nbytes, address(kept.journal))
+            for kept in self._kept
+            if kept.journal is not None and kept.written is not None
+        ]
+
+    def wrote(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Addresses and bytes of what is new in such blocks."""
+        changing = [kept for kept in self._kept if kept.written is not None]
+        for address, nbytes in ranges if changing else ():
+            for kept in changing:
+                start = address - self._tiers.address(kept.block)
+                if kept.written is not None and 0 <= start < kept.block.nbytes:
+                    kept.written.append((start, nbytes))
+
+    def changed(self, block: Block) -> None:
+        """The change of a block is over: what was not written of it is as it was."""
+        for kept in self._kept:
+            if kept.block is block and kept.journal is not None and kept.written is not None:
+                new, old = self._tiers.address(block), self._tiers.address(kept.journal)
+                for start, nbytes in _gaps(kept.written, block.nbytes):
+                    cpu_adam.copy(new + start, old + start, nbytes, self._num_threads)
+                kept.written = None
+                self._tiers.release(kept.journal)
+
+    def _keep_in(self, kept: KeptBlock, extent: Extent | None) -> None:
+        """Let the journal of a block have what it holds. It stays leased where the block is to be written anew."""
+        tiers, block, journal = self._tiers, kept.block, kept.journal
+        if journal is None:
+            raise RuntimeError(f"{block.name} has no journal")
+        if self._in_turn and _exchange(tiers, block, journal):
+            kept.in_turn, kept.written = True, []
+        else:
+            cpu_adam.copy(tiers.address(journal), tiers.address(block), block.nbytes, self._num_threads)
+            tiers.release(journal)
+        journal.extent = extent
+
+    def _journal(self, block: Block) -> Block:
+        """An empty one, leased."""
         tiers = self._tiers
         journal = tiers.create(f"{block.name} before its update", block.kind, block.nbytes)
         journal.room_bytes = block.room_bytes
-        if extent is None:
+        if block.id not in self._spare:
             tiers.keep(journal)
         try:
             tiers.acquire(journal, load=False)
         except BaseException:
             tiers.remove(journal)
             raise
-        cpu_adam.copy(tiers.address(journal), tiers.address(block), block.nbytes, self._num_threads)
-        journal.extent = extent
-        tiers.release(journal)
         return journal
 
     def restore(self) -> None:
@@ -117,7 +173,10 @@ class KeptBytes:
             if kept.journal is None:
                 self._back_to_extent(kept.block, kept.extent)
             else:
-                self._back_from(kept.journal, kept.block)
+                if kept.written is not None:
+                    kept.written = None
+                    self._tiers.release(kept.journal)
+                self._back_from(kept.journal, kept.block, in_turn=kept.in_turn)
                 self._tiers.remove(kept.journal)
             self._kept.pop()
         self._free_spare()
@@ -132,14 +191,18 @@ class KeptBytes:
         block.extent = extent
         block.to(BlockState.ON_NVME)
 
-    def _back_from(self, journal: Block, block: Block) -> None:
+    def _back_from(self, journal: Block, block: Block, *, in_turn: bool) -> None:
         tiers = self._tiers
         tiers.acquire(journal)
         try:
             tiers.acquire(block)
             try:
                 tiers.will_change(block)
-                cpu_adam.copy(tiers.address(block), tiers.address(journal), block.nbytes, self._num_threads)
+                if in_turn:
+                    tiers.will_change(journal)
+                    in_turn = _exchange(tiers, block, journal)
+                if not in_turn:
+                    cpu_adam.copy(tiers.address(block), tiers.address(journal), block.nbytes, self._num_threads)
             finally:
                 tiers.release(block)
         finally:
@@ -163,3 +226,28 @@ class KeptBytes:
             if self._tiers.space is not None:
                 self._tiers.space.free(extent)
         self._spare = {}
+
+
+def _gaps(ranges: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
+    """Where what ``ranges`` leave of the bytes before ``end`` begins, and how much it is."""
+    begin = 0
+    for start, nbytes in sorted(ranges):
+        if start > begin:
+            yield begin, start - begin
+        begin = max(begin, start + nbytes)
+    if begin < end:
+        yield begin, end - begin
+
+
+def _exchange(tiers: TierManager, one: Block, other: Block) -> bool:
+    """Let two resident blocks have each other's memory, without moving a byte: each then holds what the other one held.
+    False, and nothing happens, where tensors show one of them, or their ranges differ in size. Both are leased, and
+    about to change: no transfer of them is under way."""
+    if one.offset is None or other.offset is None:
+        raise RuntimeError(f"{one.name} and {other.name}: one of them has no memory")
+    if any(host_view_owner(block) is not None for block in (one, other)):
+        return False
+    if tiers.arena.size_of(one.offset) != tiers.arena.size_of(other.offset):
+        return False
+    one.offset, other.offset = other.offset, one.offset
+    return True

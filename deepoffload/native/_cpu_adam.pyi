@@ -4,16 +4,36 @@ from collections.abc import Sequence
 from typing import Any
 
 def adam_step(
-    segments: Sequence[Any], hypers: Sequence[Any], layout: int, grad_factor: float, num_threads: int
+    segments: Sequence[Any],
+    hypers: Sequence[Any],
+    layout: int,
+    grad_factor: float,
+    num_threads: int,
+    elsewhere: Sequence[tuple[int, int, int]],
 ) -> None: ...
 def lion_step(
-    segments: Sequence[Any], hypers: Sequence[Any], layout: int, grad_factor: float, num_threads: int
+    segments: Sequence[Any],
+    hypers: Sequence[Any],
+    layout: int,
+    grad_factor: float,
+    num_threads: int,
+    elsewhere: Sequence[tuple[int, int, int]],
 ) -> None: ...
 def adagrad_step(
-    segments: Sequence[Any], hypers: Sequence[Any], layout: int, grad_factor: float, num_threads: int
+    segments: Sequence[Any],
+    hypers: Sequence[Any],
+    layout: int,
+    grad_factor: float,
+    num_threads: int,
+    elsewhere: Sequence[tuple[int, int, int]],
 ) -> None: ...
 def sgd_step(
-    segments: Sequence[Any], hypers: Sequence[Any], layout: int, grad_factor: float, num_threads: int
+    segments: Sequence[Any],
+    hypers: Sequence[Any],
+    layout: int,
+    grad_factor: float,
+    num_threads: int,
+    elsewhere: Sequence[tuple[int, int, int]],
 ) -> None: ...
 def land(
     dst: int, src: int, numel: int, dst_dtype: int, src_dtype: int, accumulate: bool, num_threads: int

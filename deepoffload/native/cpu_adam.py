@@ -145,6 +145,15 @@ class Segment(NamedTuple):
     exp_avg_sq_absmax: int = 0
 
 
+class Elsewhere(NamedTuple):
+    """A range whose old values lie in another one, which it does not overlap: they are read there, and stay so."""
+
+    begin: int
+    nbytes: int
+    old: int
+    """Address of the value that belongs to ``begin``."""
+
+
 def adam_step(
     segments: Sequence[Segment],
     hypers: Sequence[AdamHyper],
@@ -152,6 +161,7 @@ def adam_step(
     *,
     grad_factor: float,
     num_threads: int,
+    elsewhere: Sequence[Elsewhere] = (),
 ) -> None:
     """One Adam or AdamW step over ``segments`` in one pass: scale the gradient, update moments and weight, convert.
 
@@ -162,7 +172,8 @@ def adam_step(
         m = lerp(m, g, 1 - beta1);  v = beta2 * v + (1 - beta2) * g * g;  s = max(s, v) when amsgrad
         p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v or s) / sqrt(1 - beta2**step) + eps)
 
-    ``grad_factor`` is unscale times clip factor, finite. The gradient is only read. Segments must not overlap.
+    ``grad_factor`` is unscale times clip factor, finite. The gradient is only read. Segments must not overlap. What of
+    a segment lies in one of ``elsewhere`` is written there and read in its other place, with the same traffic.
     Against ``torch.optim.Adam`` and ``AdamW`` on fp32, one step from equal state: ``exp_avg_sq`` within 1 ulp,
     ``exp_avg`` within 1 ulp of the larger of itself and the gradient, the weight within 1 ulp of itself + 4 ulp of its
     change. With ``fused=True`` nearly every element is equal bit for bit (all but 3 in 100,000, measured); torch's
@@ -171,7 +182,7 @@ def adam_step(
     Raises ``ValueError`` before anything is written when an argument is wrong, or when ``DEEPOFFLOAD_CPU_CAPABILITY``
     names an instruction set that this CPU lacks.
     """
-    _cpu_adam.adam_step(segments, hypers, layout, grad_factor, num_threads)
+    _cpu_adam.adam_step(segments, hypers, layout, grad_factor, num_threads, elsewhere)
 
 
 def lion_step(
@@ -181,12 +192,13 @@ def lion_step(
     *,
     grad_factor: float,
     num_threads: int,
+    elsewhere: Sequence[Elsewhere] = (),
 ) -> None:
     """One Lion step: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - beta1)); m = lerp(m, g, 1 - beta2)``.
 
     Gradients, layouts, threads and errors as in :func:`adam_step`.
     """
-    _cpu_adam.lion_step(segments, hypers, layout, grad_factor, num_threads)
+    _cpu_adam.lion_step(segments, hypers, layout, grad_factor, num_threads, elsewhere)
 
 
 def adagrad_step(
@@ -196,13 +208,14 @@ def adagrad_step(
     *,
     grad_factor: float,
     num_threads: int,
+    elsewhere: Sequence[Elsewhere] = (),
 ) -> None:
     """One Adagrad step: ``sum += g * g; p -= lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)``.
 
     Gradients, layouts, threads and errors as in :func:`adam_step`. Against ``torch.optim.Adagrad`` on fp32, one step
     from equal state: ``sum`` within 1 ulp, the weight within 1 ulp of itself + 4 ulp of its change.
     """
-    _cpu_adam.adagrad_step(segments, hypers, layout, grad_factor, num_threads)
+    _cpu_adam.adagrad_step(segments, hypers, layout, grad_factor, num_threads, elsewhere)
 
 
 def sgd_step(
@@ -212,13 +225,14 @@ def sgd_step(
     *,
     grad_factor: float,
     num_threads: int,
+    elsewhere: Sequence[Elsewhere] = (),
 ) -> None:
     """One SGD step: ``b = momentum * b + (1 - dampening) * g; p -= lr * (b, or g + momentum * b with nesterov)``.
 
     Gradients, layouts, threads and errors as in :func:`adam_step`. Against ``torch.optim.SGD`` on fp32, one step from
     equal state: buffer and weight within 1 ulp of the largest term of their sums.
     """
-    _cpu_adam.sgd_step(segments, hypers, layout, grad_factor, num_threads)
+    _cpu_adam.sgd_step(segments, hypers, layout, grad_factor, num_threads, elsewhere)
 
 
 def land(

@@ -28,7 +28,7 @@ from deepoffload.optim.ordinary import OrdinaryUpdate, check_has_bytes
 from deepoffload.optim.rank_step import RankStep, await_sums, rank_step_of, refuse_ordinary
 from deepoffload.optim.rule import step_count
 from deepoffload.optim.speculation.guess import GuessedStep
-from deepoffload.optim.speculation.steps import confirm, end_of_step, settle
+from deepoffload.optim.speculation.steps import backward_ended, confirm, end_of_step, settle
 from deepoffload.optim.state_dict import load_into, pack
 from deepoffload.optim.step_work import StepWork, find_work
 from deepoffload.optim.update import HostUpdate
@@ -244,6 +244,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
             refuse_ordinary(self.param_groups)
             settings = unscale, skip_non_finite, self.max_grad_norm
             overflow = ranks.agree({**self._in_backward.made, **work.paged}, settings, overflow)
+        backward_ended(self, pagers)
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite, ranks)
         skipped = overflow or (skip_non_finite and not finite)
         settle(self, pagers, {handle: job for handle, (_, job) in work.paged.items()}, None if skipped else grad_factor)

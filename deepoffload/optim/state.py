@@ -17,7 +17,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import round_up
-from deepoffload.native.cpu_adam import STATE_BLOCK, StateDType, StateLayout
+from deepoffload.native.cpu_adam import STATE_BLOCK, DType, Segment, StateDType, StateLayout
 from deepoffload.optim.eight_bit import SIGNED_FIELDS, num_blocks, torch_dtype
 from deepoffload.optim.rule import SCALE_SUFFIX
 from deepoffload.optim.threads import num_threads
@@ -272,6 +272,19 @@ def to_fp32(stored: Tensor, scales: Tensor | None, target: int) -> None:
     else:
         with outside_user_modes():
             values_at(target, stored.numel(), torch.float32).copy_(stored)
+
+
+def ranges_of(segment: Segment, state_dtype: StateDType) -> Iterator[tuple[int, int]]:
+    """Addresses and bytes of what an update of a segment writes."""
+    sizes = {"weight": 4 if segment.weight_dtype is DType.FP32 else 2, "remainder": 2, "master": 4}
+    for field in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        sizes[field] = _ARRAY_BYTES[state_dtype]
+    for field, size in sizes.items():
+        if address := getattr(segment, field):
+            yield address, size * segment.numel
+    for address in (segment.exp_avg_absmax, segment.exp_avg_sq_absmax):
+        if address:
+            yield address, 4 * num_blocks(segment.numel)
 
 
 def values_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -8,20 +8,22 @@ knows nothing of when it runs; so the bits are the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Block
-from deepoffload.native.cpu_adam import Segment, StateLayout
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.cpu_adam import Elsewhere, Segment, StateLayout
 from deepoffload.optim.device_kernels import DeviceKernels
 from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob
-from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight
+from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight, ranges_of
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.edits import look_for_edits
 from deepoffload.params.layout import PieceSegment
@@ -32,6 +34,36 @@ from deepoffload.timeline import Lane
 
 _BARE = StateLayout.FP32
 """Nothing completes the weights of such a piece."""
+
+
+class Change(Protocol):
+    """How blocks change: in place (:class:`InPlace`), or so that the change can be undone
+    (:class:`~deepoffload.memory.kept_bytes.KeptBytes`)."""
+
+    def will_change(self, block: Block) -> None: ...
+
+    def elsewhere(self) -> Sequence[Elsewhere]: ...
+
+    def wrote(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+
+    def changed(self, block: Block) -> None: ...
+
+
+class InPlace:
+    """A change for good."""
+
+    def __init__(self, tiers: TierManager) -> None:
+        self.will_change = tiers.will_change
+
+    def elsewhere(self) -> tuple[()]:
+        """Nothing is read in another place."""
+        return ()
+
+    def wrote(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Nobody asks."""
+
+    def changed(self, block: Block) -> None:
+        """It has changed where it is."""
 
 
 class HostUpdate:
@@ -121,11 +153,11 @@ class HostUpdate:
         """These pieces of a unit have been updated already, from the same gradients and with the same factor."""
         self._left[unit.index] = [n for n, piece in enumerate(unit.pieces) if self._jobs_of(piece) and n not in pieces]
 
-    def make_pieces(self, unit: Unit, pieces: Iterable[int], will_change: Callable[[Block], None]) -> None:
-        """Update some pieces of a unit, and nothing else: the step may not be made. ``will_change`` is called before a
-        block changes; what it raises comes out of here, and so does what transfers raise."""
+    def make_pieces(self, unit: Unit, pieces: Iterable[int], change: Change) -> None:
+        """Update some pieces of a unit, and nothing else: the step may not be made. What ``change`` raises comes out of
+        here, and so does what transfers raise."""
         with self.pager.lock:
-            self._apply_on_host(unit, list(pieces), will_change)
+            self._apply_on_host(unit, list(pieces), change)
 
     def needs(self, handle: ParamHandle) -> bool:
         """Whether the gradient of ``handle`` is still to be used."""
@@ -175,7 +207,7 @@ class HostUpdate:
         if self._state_is_shown(unit, left):
             self._apply_where_shown(unit, left)
         else:
-            self._apply_on_host(unit, left, self.tiers.will_change)
+            self._apply_on_host(unit, left, InPlace(self.tiers))
         self._finished(unit)
 
     def _finished(self, unit: Unit) -> None:
@@ -231,7 +263,7 @@ class HostUpdate:
             raise RuntimeError("no device keeps optimizer state")
         return landings.kernels
 
-    def _apply_on_host(self, unit: Unit, left: list[int], will_change: Callable[[Block], None]) -> None:
+    def _apply_on_host(self, unit: Unit, left: list[int], change: Change) -> None:
         with ExitStack() as leases:
             blocks = self._blocks(unit)
             started = False
@@ -244,16 +276,19 @@ class HostUpdate:
                         for block in blocks:
                             self.memory.settle(block)
                         self._lease(leases, blocks)
-                        will_change(unit.weights)
+                        change.will_change(unit.weights)
                         started = True
                     with ExitStack() as piece_lease:
                         self._lease(piece_lease, needed)
                         for block in needed:
-                            will_change(block)
-                        self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None)
+                            change.will_change(block)
+                        self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None, change)
+                        for block in needed:
+                            change.changed(block)
                         del left[0]
                     for block in needed:
                         self.tiers.guards.updated(block)
+                change.changed(unit.weights)
             except BaseException:
                 if started:
                     for handle in unit.handles:
@@ -272,7 +307,7 @@ class HostUpdate:
             self.tiers.acquire(block)
             stack.callback(self.tiers.release, block)
 
-    def _run_piece(self, unit: Unit, piece: StatePiece, view: PieceView | None) -> None:
+    def _run_piece(self, unit: Unit, piece: StatePiece, view: PieceView | None, change: Change) -> None:
         hypers: list[Hyper] = []
         segments: list[Segment] = []
         keep: list[torch.Tensor] = []
@@ -296,7 +331,12 @@ class HostUpdate:
                 )
             )
         begin_s = time.perf_counter()
-        self.rule.kernel(segments, hypers, piece.kind, grad_factor=self.grad_factor, num_threads=num_threads())
+        elsewhere, threads = change.elsewhere(), num_threads()
+        self.rule.kernel(
+            segments, hypers, piece.kind, grad_factor=self.grad_factor, num_threads=threads, elsewhere=elsewhere
+        )
+        if elsewhere:
+            change.wrote(place for segment in segments for place in ranges_of(segment, piece.format.dtype))
         if self.tiers.timeline is not None:
             name, nbytes = f"update {unit.name}", piece.block.nbytes
             self.tiers.timeline.add(Lane.UPDATE, name, begin_s, time.perf_counter(), nbytes)

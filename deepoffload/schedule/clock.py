@@ -1,14 +1,15 @@
 """The planner played in simulated time: how long a step takes when transfers and computing overlap as they really do.
 
 What to move and when is decided by the same functions as in the engine (``schedule.planner``), called at the same
-places. Only the bytes and the seconds are simulated: one program that computes, and one disk whose directions share
-their bandwidth.
+places. Only the bytes and the seconds are simulated: one program that computes, or launches what a device computes, and
+one disk whose directions share their bandwidth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepoffload.errors import BudgetError
@@ -16,6 +17,7 @@ from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.events import Phase
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
+from deepoffload.schedule.simulated_device import Device, DeviceWork
 from deepoffload.schedule.simulated_disk import Disk
 from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.uses import Use
@@ -29,6 +31,8 @@ class TimedUse:
 
     With several ranks: ``shown`` are blocks of which the program sees whole copies, ``changed`` those whose copies are
     wrong after it, and ``link_s`` the seconds in which gradients go to other ranks.
+    With a device: ``seconds`` are the program's, in which it launches ``device_work``. An update that is
+    ``in_backward`` is made when the gradients have come, which the program notices where it launches more.
     """
 
     use: Use
@@ -37,6 +41,8 @@ class TimedUse:
     link_s: float = 0.0
     shown: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    device_work: DeviceWork | None = None
+    in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class TimedRun:
         events_per_plan: how many events may pass without a plan, where nothing can change (1: every event plans).
         busy_transfers: blocks on their way in each direction that are enough until the next event or two.
         copies: of blocks that several ranks store; None with one rank.
+        device: what computes; None where the program does it itself.
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class TimedRun:
         events_per_plan: int = 1,
         busy_transfers: int = 3,
         copies: WholeCopies | None = None,
+        device: Device | None = None,
     ) -> None:
         self.trace = Trace()
         self.disk = Disk(bandwidths, computing_share)
@@ -123,6 +131,7 @@ class TimedRun:
         self._events_per_plan = events_per_plan
         self._busy_transfers = busy_transfers
         self._copies = copies
+        self._device = device
         self._unplanned = 0
         self._settled = 0
         self._predicted = False
@@ -142,11 +151,11 @@ class TimedRun:
         waited = dict.fromkeys(Phase, 0.0)
         busy_before, link_s, gathered_bytes = self.disk.busy_s, 0.0, 0
         self._faults = self._read_bytes = self._written_bytes = 0
-        for timed in uses:
+        for timed in self._in_time(uses, spent):
             begun = self.disk.now
             waited[timed.phase] += self._use(timed)
             gather_s, nbytes = self._gather(timed)
-            self.disk.advance(self.disk.now + timed.seconds + timed.link_s + gather_s)
+            self._compute(timed, timed.seconds + timed.link_s + gather_s)
             link_s, gathered_bytes = link_s + timed.link_s + gather_s, gathered_bytes + nbytes
             self._after(timed.use)
             spent[timed.phase] += self.disk.now - begun
@@ -167,6 +176,45 @@ class TimedRun:
             link_s=link_s,
             gathered_bytes=gathered_bytes,
         )
+
+    def _in_time(self, uses: Sequence[TimedUse], spent: dict[Phase, float]) -> Iterator[TimedUse]:
+        """The uses in the order in which the program comes to them. With a device, updates in backward wait for their
+        gradients: those that have come are made where a visit is launched, the others when backward has ended. Then
+        ``optimizer.step()`` waits for all gradients."""
+        device = self._device
+        if device is None:
+            yield from uses
+            return
+        late: deque[tuple[int, TimedUse]] = deque()
+        ends = [number for number, use in enumerate(uses, 1) if use.in_backward or use.phase is Phase.BACKWARD]
+        end = max(ends, default=0)
+        for timed in uses[:end]:
+            if timed.in_backward:
+                late.append((device.launched, timed))
+                continue
+            while late and device.has_landed(late[0][0], self.disk.now):
+                yield late.popleft()[1]
+            yield timed
+        for visit, update in late:
+            self._wait_for_device(visit, spent)
+            yield update
+        self._wait_for_device(device.launched, spent)
+        yield from uses[end:]
+
+    def _wait_for_device(self, visit: int, spent: dict[Phase, float]) -> None:
+        if self._device is not None:
+            begun = self.disk.now
+            self.disk.advance(self._device.wait_for(visit, begun))
+            spent[Phase.BACKWARD] += self.disk.now - begun
+
+    def _compute(self, timed: TimedUse, seconds: float) -> None:
+        now = self.disk.now
+        if self._device is None or (timed.device_work is None and timed.phase is not Phase.UPDATE):
+            self.disk.advance(now + seconds)
+        elif timed.device_work is None:
+            self.disk.advance(self._device.update(now, seconds))
+        else:
+            self.disk.advance(self._device.launch(now + seconds, timed.device_work))
 
     def _gather(self, timed: TimedUse) -> tuple[float, int]:
         """Have the whole copies that a use shows. Returns the seconds that it takes, and the bytes from other ranks."""
@@ -343,57 +391,3 @@ class TimedRun:
             self._writing.discard(block)
             self._reading.discard(block)
             self._settled += 1
-
-
-def steady_step(
-    make: Callable[[], TimedRun],
-    uses: Sequence[TimedUse],
-    *,
-    first: Sequence[TimedUse] = (),
-    discards: Sequence[int] = (),
-    warm_up: int = 2,
-    steps: int = 2,
-) -> tuple[StepTimes, TimedRun]:
-    """The mean of ``steps`` steps after ``warm_up`` others, in which the order was learned; and the run itself. It
-    ends sooner where a step is like the one before it: all others would be like that.
-
-    ``first``: a step before all others that is not like them (it has no update to make that was put off). ``discards``:
-    see ``TimedRun.step``.
-    """
-    run = make()
-    if first:
-        run.step(first)
-    every: list[StepTimes] = []
-    for _ in range(warm_up + steps):
-        every.append(run.step(uses, discards))
-        if len(every) > 1 and _alike(every[-1], every[-2]):
-            break
-    played = every[-steps:]
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(step, name) for step in played)) / len(played)
-
-    return StepTimes(
-        forward_s=mean("forward_s"),
-        backward_s=mean("backward_s"),
-        update_s=mean("update_s"),
-        wait_s=mean("wait_s"),
-        backward_wait_s=mean("backward_wait_s"),
-        busy_s=mean("busy_s"),
-        faults=round(mean("faults")),
-        read_bytes=round(mean("read_bytes")),
-        written_bytes=round(mean("written_bytes")),
-        link_s=mean("link_s"),
-        gathered_bytes=round(mean("gathered_bytes")),
-    ), run
-
-
-ALIKE_SHARE = 1e-3
-"""Steps that differ by less take the same time."""
-
-
-def _alike(one: StepTimes, other: StepTimes) -> bool:
-    return all(
-        math.isclose(getattr(one, name), getattr(other, name), rel_tol=ALIKE_SHARE, abs_tol=ALIKE_SHARE * one.seconds)
-        for name in ("forward_s", "backward_s", "update_s", "wait_s", "busy_s")
-    ) and math.isclose(one.read_bytes + one.written_bytes, other.read_bytes + other.written_bytes, rel_tol=ALIKE_SHARE)

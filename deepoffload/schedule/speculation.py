@@ -18,6 +18,13 @@ SHARE_STEP = 1 / 8
 FIRST_SHARE = 1 / 2
 """Backward takes about two thirds of the time, and keeps what it changes twice."""
 
+FIRST_SHARE_ON_DEVICE = 0.6
+"""The same where a device computes: the host lands gradients during backward, and to keep what a guess changes takes no
+time. With U and L seconds of updates and landings both phases are as long if this is 2/3 - L / 3U."""
+
+ROOM_MARGIN = 1.25
+"""So much of what a guess needs must be free or able to leave, since holes may be too small."""
+
 IDLE_WAIT = 0.02
 """A phase that waits for less than this part of the step leaves the disk idle at times."""
 
@@ -83,13 +90,15 @@ class BackwardShare:
     Args:
         asked_for: whether the user asks for guesses. Else the share begins at 0, where every update is deferred, and
             goes back to it when neither phase waits any more, or when steps have not become shorter.
+        first_share: where guesses begin.
 
     Attributes:
         share: at the moment.
     """
 
-    def __init__(self, *, asked_for: bool) -> None:
-        self.share = FIRST_SHARE if asked_for else 0.0
+    def __init__(self, *, asked_for: bool, first_share: float = FIRST_SHARE) -> None:
+        self.share = first_share if asked_for else 0.0
+        self._first_share = first_share
         self._least = SHARE_STEP if asked_for else 0.0
         self._settling = STEPS_TO_SETTLE
         self._leaning = 0
@@ -112,7 +121,7 @@ class BackwardShare:
         if towards == 0 or towards != self._leaning:
             self._leaning = towards
             return False
-        more = towards * SHARE_STEP if self.share else FIRST_SHARE
+        more = towards * SHARE_STEP if self.share else self._first_share
         share = min(1.0, max(self._least, self.share + more))
         self._leaning = 0
         if share == self.share:

@@ -6,6 +6,8 @@ visits of one forward and backward; ``tests/runtime/test_order_of_uses.py`` comp
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -31,25 +33,38 @@ class Use:
 @dataclass(frozen=True)
 class StepUse:
     """A use and its place in the step: which units, which of their pieces, and the numbers of the visits (none for an
-    update) that it stands for. In vertical order all micro-batches make these visits in it."""
+    update) that it stands for. In vertical order all micro-batches make these visits in it. ``in_backward``: an update
+    that is made there, before the step is known (``guess``), or for good."""
 
     use: Use
     phase: Phase
     units: tuple[int, ...]
     piece: int = 0
     visits: tuple[int, ...] = ()
+    in_backward: bool = False
+    guess: bool = False
 
 
 @dataclass(frozen=True)
 class UnitBlocks:
-    """Ids of the blocks of a unit. ``gradients``: None where it is frozen. ``moving``: those of ``state`` that do not
-    stay in memory, of ``moving_bytes`` in all."""
+    """Ids of the blocks of a unit. ``gradients``: None where it is frozen. ``moving``: those of ``state`` that are
+    updated on a guess where the unit is, of ``moving_bytes`` in all: what does not stay in memory. Where a device
+    computes, all state, and ``kept_bytes`` of memory keep what staying blocks were."""
 
     weights: int
     gradients: int | None
     state: tuple[int, ...]
     moving: tuple[int, ...] = ()
     moving_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """How many guesses there are: of this share of the state, as far as what they keep has room in memory."""
+
+    share: float = FIRST_SHARE
+    room_bytes: float = math.inf
 
 
 class UnitVisit(Protocol):
@@ -66,24 +81,30 @@ class UnitVisit(Protocol):
     def landed(self) -> Mapping[int, int]: ...
 
 
-def unit_blocks(blocks: Iterable[BlockSpec], resident: Container[int] = ()) -> dict[int, UnitBlocks]:
+def unit_blocks(
+    blocks: Iterable[BlockSpec], resident: Container[int] = (), *, on_device: bool = False
+) -> dict[int, UnitBlocks]:
     """The blocks of each unit by its number, in the order of the numbers.
 
     Args:
         resident: ids of those that stay in memory.
+        on_device: a device computes.
     """
     moving: dict[int, list[BlockSpec]] = {}
     weights: dict[int, int] = {}
     gradients: dict[int, int] = {}
     state: dict[int, list[int]] = {}
+    kept: Counter[int] = Counter()
     for block in blocks:
+        if on_device and block.kind is not BlockKind.GRADIENT and block.id in resident:
+            kept[block.unit] += block.nbytes
         if block.kind is BlockKind.WEIGHT:
             weights[block.unit] = block.id
         elif block.kind is BlockKind.GRADIENT:
             gradients[block.unit] = block.id
         else:
             state.setdefault(block.unit, []).append(block.id)
-            if block.id not in resident:
+            if on_device or block.id not in resident:
                 moving.setdefault(block.unit, []).append(block)
     return {
         unit: UnitBlocks(
@@ -92,13 +113,19 @@ def unit_blocks(blocks: Iterable[BlockSpec], resident: Container[int] = ()) -> d
             tuple(state.get(unit, ())),
             tuple(block.id for block in moving.get(unit, ())),
             sum(block.nbytes for block in moving.get(unit, ())),
+            kept[unit],
         )
         for unit in sorted(weights)
     }
 
 
 def step_uses(
-    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload, *, first: bool = False
+    visits: Sequence[UnitVisit],
+    units: Mapping[int, UnitBlocks],
+    workload: Workload,
+    *,
+    first: bool = False,
+    guessing: Guessing = Guessing(),
 ) -> list[StepUse]:
     """The uses of one step in the order in which the engine sees them.
 
@@ -106,8 +133,9 @@ def step_uses(
         visits: of one micro-batch.
         first: no step came before this one, so with ``DEFERRED`` there is no update to make, and ``SPECULATIVE``
             guesses nothing. In vertical order the first micro-batch runs alone, to show the order.
+        guessing: how many guesses there are with ``SPECULATIVE``.
     """
-    guessed = {} if first else guessed_pieces(visits, units, workload)
+    guessed = {} if first else guessed_pieces(visits, units, workload, guessing)
     uses = list(_uses(visits, units, workload, first, guessed))
     done = [units[unit].gradients for unit, pieces in guessed.items() if len(pieces) == len(units[unit].state)]
     if done:  # the step confirms them, and needs their gradients no more
@@ -155,11 +183,13 @@ def _uses(
                 yield from updates(visit.units)
             yield _visit(number, visit, units)
             if overlap is StepOverlap.IN_BACKWARD and number_of_pass == last_pass:
-                yield from updates(unit for unit in visit.landed if last_landing[unit] == number)
+                done = updates(unit for unit in visit.landed if last_landing[unit] == number)
+                yield from (replace(update, in_backward=True) for update in done)
             if number_of_pass == last_pass:
                 for unit in visit.landed:
                     if last_landing[unit] == number:
-                        yield from _update(unit, units[unit], guessed.get(unit, ()), drops=False)
+                        guess = _update(unit, units[unit], guessed.get(unit, ()), drops=False)
+                        yield from (replace(update, in_backward=True, guess=True) for update in guess)
     yield from updates(sorted(pending))
 
 
@@ -183,19 +213,21 @@ def _last_landings(visits: Sequence[UnitVisit]) -> dict[int, int]:
 
 
 def guessed_pieces(
-    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload
+    visits: Sequence[UnitVisit], units: Mapping[int, UnitBlocks], workload: Workload, guessing: Guessing = Guessing()
 ) -> dict[int, tuple[int, ...]]:
     """The pieces that are updated inside backward on a guess, in a step whose guesses are right."""
     if workload.step_overlap is not StepOverlap.SPECULATIVE or not workload.training:
         return {}
     last_landing = _last_landings(visits)
     order = sorted(last_landing, key=lambda unit: last_landing[unit])
-    chosen = choose_evenly([units[unit].moving_bytes for unit in order], FIRST_SHARE)
-    return {
-        unit: tuple(number for number, block in enumerate(units[unit].state) if block in units[unit].moving)
-        for unit, taken in zip(order, chosen, strict=True)
-        if taken
-    }
+    chosen = choose_evenly([units[unit].moving_bytes for unit in order], guessing.share)
+    found, room_bytes = {}, guessing.room_bytes
+    for unit, taken in zip(order, chosen, strict=True):
+        blocks = units[unit]
+        if taken and blocks.kept_bytes <= room_bytes:
+            found[unit] = tuple(number for number, block in enumerate(blocks.state) if block in blocks.moving)
+            room_bytes -= blocks.kept_bytes
+    return found
 
 
 def _update(number: int, unit: UnitBlocks, pieces: Sequence[int], *, drops: bool) -> Iterator[StepUse]:
@@ -237,4 +269,4 @@ def _joined(one: StepUse, other: StepUse) -> StepUse:
     writes = tuple(dict.fromkeys(one.use.writes + other.use.writes))
     named = tuple(block for block in one.use.named if block not in writes)
     use = Use(one.use.event, writes, one.use.drops + other.use.drops, named)
-    return StepUse(use, one.phase, one.units, one.piece, one.visits + other.visits)
+    return replace(one, use=use, visits=one.visits + other.visits)

@@ -30,6 +30,7 @@ from deepoffload.estimate.zero_infinity import (
     compare_largest,
     efficiency,
 )
+from deepoffload.schedule.cost_model import StepOverlap
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--parameters", "20M", "--layers", "4", "--hidden", "256", "--seq", "64", "--vocabulary", "1000"]
@@ -195,6 +196,26 @@ def test_activations_that_leave_no_memory_for_the_model_are_named():
     found = estimate(from_counts(20_000_000, 4, 256, Batch(64, 64), vocabulary=1000), machine, Config())
     assert "activations" in found.problem and not found.fits and found.smallest_bytes
     assert found.room_bytes == 0
+
+
+def test_beside_a_device_the_host_updates_in_backward_what_it_has_time_for():
+    """1.24 B parameters, 16 k tokens, a device of some 450 TFLOP/s, 16 cores with 150 GB/s: what the clock says of the
+    step that docs/estimators.md shows. Without room for what guesses keep, they are those of deferred updates."""
+    machine = MachineSpec(
+        flops_per_s=4.9e14, device_memory_bytes=80 << 30, device_bytes_per_s=3e12, link_bytes_per_s=5e10,
+        host_memory_bytes=128 << 30, host_bytes_per_s=1.5e11,
+    )  # fmt: skip
+    subject = from_counts(1_240_000_000, 24, 2048, Batch(16, 1024), vocabulary=8192)
+    config = Config(precision=Precision.BF16)
+
+    def seconds(overlap: StepOverlap, host_budget: int | None = None) -> float:
+        step = estimate(subject, machine, replace(config, step_overlap=overlap, host_budget=host_budget)).step
+        assert step is not None and step.model_s == pytest.approx(0.31, abs=0.005)
+        return step.seconds
+
+    deferred, speculative = seconds(StepOverlap.DEFERRED), seconds(StepOverlap.SPECULATIVE)
+    assert deferred == pytest.approx(0.46, abs=0.01) and 0.31 < speculative <= 0.34
+    assert seconds(StepOverlap.SPECULATIVE, int(16.5 * 2**30)) == pytest.approx(deferred)
 
 
 def test_ranks_share_the_model_and_a_device_takes_the_activations():

@@ -95,6 +95,16 @@ def test_other_arguments_of_a_step() -> None:
         cpu_adam.adam_step([buffers.segment()], [HYPER], 7, grad_factor=1.0, num_threads=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"segments\[0\] is not a Segment"):
         cpu_adam.adam_step([(1, 2)], [HYPER], StateLayout.FP32, grad_factor=1.0, num_threads=1)  # type: ignore[list-item]
+    at, aside = buffers.master.ctypes.data, buffers.remainder.ctypes.data
+    for elsewhere, message in (
+        ((at, 40, at + 8), r"elsewhere\[0\]: what is old and what is new overlap"),
+        ((at + 4, 36, aside), r"segments\[0\] lies partly in one of elsewhere"),
+        ((at, 40, 0), r"elsewhere\[0\]\.old is 0"),
+        ((at, 40), r"elsewhere\[0\] is not \(begin, nbytes, old\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            segments, common = [buffers.segment()], {"grad_factor": 1.0, "num_threads": 1}
+            cpu_adam.adam_step(segments, [HYPER], StateLayout.FP32, **common, elsewhere=[elsewhere])  # type: ignore
     assert buffers.master.tobytes() == before
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepoffload.native import cpu_adam
-from deepoffload.native.cpu_adam import STATE_BLOCK, DType, LionHyper, StateDType, StateLayout
+from deepoffload.native.cpu_adam import STATE_BLOCK, DType, Elsewhere, LionHyper, StateDType, StateLayout
 from tests.native.cpu_adam_scenario import (
     HYPER,
     STORED_FORMS,
@@ -161,6 +161,34 @@ def test_any_number_of_threads_and_segments(dtype: StateDType, num_threads: int)
         cpu_adam.adam_step([s.segment(b)], [hyper], layout, grad_factor=0.5, num_threads=1)
     for got, wanted in zip((*together, *stored), (*alone, *stored_alone), strict=True):
         assert all(canonical(x) == canonical(y) for x, y in zip(got.outputs(), wanted.outputs(), strict=True))
+
+
+@pytest.mark.parametrize(("layout", "copy"), STORED_FORMS)
+@pytest.mark.parametrize("dtype", StateDType)
+def test_what_is_old_elsewhere_is_read_there_and_stays(dtype: StateDType, layout: StateLayout, copy: DType) -> None:
+    """The bits of an update in place, at any address and length; what is not said to lie elsewhere changes in place."""
+    hyper = HYPER._replace(state_dtype=dtype)
+    for n, offset_bytes, threads in ((1, 1, 1), (255, 0, 1), (4097, 6, 1), (70_001, 0, 3), (20_480, 6, 2)):
+        made = [AdamBuffers(n, layout, DType.BF16, copy, seed=n, offset_bytes=offset_bytes) for _ in range(3)]
+        fp32 = dtype is StateDType.FP32
+        stored = [] if fp32 else [Stored(buffers, dtype, offset_bytes=offset_bytes) for buffers in made]
+        old, new, plain = ([*made[i].outputs(), *([] if fp32 else stored[i].outputs())] for i in range(3))
+        before = [array.tobytes() for array in old]
+        for array in new[1:]:
+            array.view(np.uint8)[:] = 0x5A
+        pairs = list(zip(new[1:], old[1:], strict=True))
+        elsewhere = [Elsewhere(to.ctypes.data, to.nbytes, at.ctypes.data) for to, at in pairs]
+        one, other = (made[i].segment() if fp32 else stored[i].segment(made[i]) for i in (1, 2))
+        common: dict[str, Any] = {"grad_factor": 0.5, "num_threads": threads}
+        cpu_adam.adam_step([one], [hyper], layout, **common, elsewhere=elsewhere)
+        cpu_adam.adam_step([other], [hyper], layout, **common)
+        assert [array.tobytes() for array in old[1:]] == before[1:]
+        for field in ("weight", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_absmax", "exp_avg_sq_absmax"):
+            addresses = [array.ctypes.data for array in plain]
+            if getattr(other, field) in addresses:
+                index = addresses.index(getattr(other, field))
+                assert new[index].tobytes() == plain[index].tobytes(), (field, n)
+        assert all(guards_intact(array) for array in (*old, *new))
 
 
 def test_lion_with_a_bf16_momentum() -> None:

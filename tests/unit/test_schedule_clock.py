@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepoffload.errors import BudgetError
-from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse, steady_step
+from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Traffic, Workload
-from deepoffload.schedule.events import Phase
+from deepoffload.schedule.events import Event, Phase
 from deepoffload.schedule.placement import BlockSpec
+from deepoffload.schedule.simulated_device import Device, DeviceWork
 from deepoffload.schedule.simulated_disk import Disk
-from deepoffload.schedule.uses import seen_until_zero_grad, unit_blocks
+from deepoffload.schedule.steady import steady_step
+from deepoffload.schedule.uses import Use, seen_until_zero_grad, unit_blocks
 from tests.support.placing import plan_placement
 from tests.support.played import Simulation, chain_uses
 
@@ -58,6 +60,41 @@ def test_an_urgent_read_is_first_and_time_goes_by_without_work():
     assert disk.collect() == [2]
     disk.advance(10.0)
     assert disk.collect() == [1] and disk.busy_s == pytest.approx(2.0)
+
+
+def test_a_device_computes_while_the_program_goes_on():
+    device = Device(link_bytes_per_s=100.0, ring_bytes=150)
+    assert device.launch(0.0, DeviceWork(2.0, in_bytes=100)) == 0.0  # comes until 1.0, is computed until 3.0
+    assert device.launch(0.5, DeviceWork(1.0, 0, 100, 0.5)) == 0.5  # computed at 4.0, leaves until 5.0, landed at 5.5
+    assert device.launched == 1 and not device.has_landed(1, 5.4)
+    assert device.launch(5.4, DeviceWork(1.0, 0, 100, 0.5)) == 5.5  # the ring has no room before
+    assert device.has_landed(1, 5.5) and device.wait_for(1, 6.0) == 6.0
+    assert device.update(7.0, 1.0) == 8.5  # gradients that come at 7.5 have the memory first, for half a second
+    assert device.wait_for(2, 0.0) == 8.0
+    assert device.launch(9.0, DeviceWork(1.0, 0, 1000, 0.0)) == 9.0  # more than the ring holds waits for no one
+    assert device.wait_for(3, 9.0) == 20.0
+
+
+def test_with_a_device_updates_in_backward_wait_for_their_gradients():
+    def step(in_backward: bool) -> StepTimes:
+        blocks = {1: 1, 2: 1, 3: 1}
+        device = Device(1e9, 1 << 30)
+        run = TimedRun(blocks, blocks, 10, RATES, lookahead_bytes=0, static=frozenset(blocks), device=device)
+
+        def use(block: int, phase: Phase, work: DeviceWork | None, seconds: float = 0.0) -> TimedUse:
+            event = Use(Event((phase, (block,)), (block,)), writes=(block,))
+            update = phase is Phase.UPDATE and in_backward
+            return TimedUse(event, phase, seconds, device_work=work, in_backward=update)
+
+        back = [use(block, Phase.BACKWARD, DeviceWork(4.0, 0, 1, 0.0)) for block in (1, 2, 3)]
+        update = [use(block, Phase.UPDATE, None, 3.0) for block in (1, 2, 3)]
+        order = (back[0], update[0], back[1], update[1], back[2], update[2]) if in_backward else (*back, *update)
+        return run.step(order)
+
+    last, beside = step(False), step(True)
+    assert last.seconds == pytest.approx(12.0 + 3 * 3.0)
+    assert last.backward_s == pytest.approx(12.0)
+    assert beside.seconds == pytest.approx(12.0 + 3.0)  # two of the updates while the device computes
 
 
 def chain(units: int, pieces: int = 2, nbytes: int = 40) -> list[BlockSpec]:

@@ -82,7 +82,7 @@ class Guess:
         """
         self.unit.pending = self
         self.unit.owner.release()
-        self.update.make_pieces(self.unit, self.pieces, self._kept.will_change)
+        self.update.make_pieces(self.unit, self.pieces, self._kept)
         self._become(GuessState.MADE)
 
     def is_right(self, step: GuessedStep, rule: Rule) -> bool:

@@ -39,6 +39,9 @@ class SpeculationPort(Protocol):
     def landed(self, handle: ParamHandle) -> None:
         """A gradient has landed in its unit's block."""
 
+    def backward_ended(self, optimizer: GuessingOptimizer) -> None:
+        """The step of ``optimizer`` is about to wait for all gradients."""
+
     def settle(self, optimizer: GuessingOptimizer, jobs: Mapping[ParamHandle, UpdateJob], factor: float | None) -> None:
         """Undo the guesses that differ from the step of ``optimizer``. Those that are left are right.
 

@@ -38,12 +38,10 @@ from deepoffload.optim.update import HostUpdate
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.schedule.block_state import BlockState
+from deepoffload.schedule.speculation import FIRST_SHARE, ROOM_MARGIN
 from deepoffload.timeline import Lane, Timeline
 
 log = logging.getLogger("deepoffload")
-
-ROOM_MARGIN = 1.25
-"""So much of what a guess needs must be free or able to leave, since holes may be too small."""
 
 
 class StepSoFar:
@@ -73,6 +71,7 @@ class Speculation:
         disk_bytes_per_s: that are read and written together.
         asked_for: whether the user asks for guesses. Else the first steps are deferred, and it guesses as soon as these
             wait long for the disk.
+        first_share: see :class:`BackwardShare`.
 
     Attributes:
         in_memory: whether state that stays in memory is guessed, too, as far as there is room for what it was. That
@@ -82,9 +81,17 @@ class Speculation:
         saved_s: seconds of disk time that backward has hidden, by estimate.
     """
 
-    def __init__(self, pager: Pager, gradients: Gradients, disk_bytes_per_s: float, *, asked_for: bool = True) -> None:
+    def __init__(
+        self,
+        pager: Pager,
+        gradients: Gradients,
+        disk_bytes_per_s: float,
+        *,
+        asked_for: bool = True,
+        first_share: float = FIRST_SHARE,
+    ) -> None:
         self.is_asked_for = asked_for
-        self.choice = UnitChoice(pager.tiers.counters, asked_for=asked_for)
+        self.choice = UnitChoice(pager.tiers.counters, asked_for=asked_for, first_share=first_share)
         self.guessed = self.confirmed = self.undone = self.left = 0
         self.saved_s = 0.0
         self.in_memory = False
@@ -122,6 +129,9 @@ class Speculation:
         self.choice.in_backward()
         if handle.unit is not None and self._last.landed(handle):
             self._complete(handle.unit)
+
+    def backward_ended(self, optimizer: GuessingOptimizer) -> None:
+        """Nothing waits here: what has landed was seen to."""
 
     def _complete(self, unit: Unit) -> None:
         """All gradients of a unit have landed."""
@@ -231,7 +241,8 @@ class Speculation:
         if needed_bytes > self._disk_left_bytes:
             return None
         try:
-            kept = KeptBytes(self._tiers, blocks, num_threads(), {block.id for block in staying})
+            ids = {block.id for block in staying}
+            kept = KeptBytes(self._tiers, blocks, num_threads(), ids, in_turn=self.in_memory)
         except (BudgetError, IoFailure):
             return None
         self._disk_left_bytes -= needed_bytes

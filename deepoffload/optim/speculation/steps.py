@@ -12,6 +12,15 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
 
 
+def backward_ended(optimizer: GuessingOptimizer, pagers: Iterable[Pager]) -> None:
+    """Before the step looks at the gradients: guess what has waited for them."""
+    for pager in pagers:
+        speculation = speculation_of(pager)
+        if speculation is not None:
+            with pager.lock:
+                speculation.backward_ended(optimizer)
+
+
 def settle(
     optimizer: GuessingOptimizer,
     pagers: Iterable[Pager],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from deepoffload.memory.transfers import TierCounters
 from deepoffload.params.unit import Unit
-from deepoffload.schedule.speculation import BackwardShare, PhaseWaits, Trust, UnitPause, choose_evenly
+from deepoffload.schedule.speculation import FIRST_SHARE, BackwardShare, PhaseWaits, Trust, UnitPause, choose_evenly
 
 log = logging.getLogger("deepoffload")
 
@@ -35,16 +35,16 @@ class UnitChoice:
 
     Args:
         counters: of the memory; tell how long the program waited.
-        asked_for: see :class:`BackwardShare`.
+        asked_for, first_share: see :class:`BackwardShare`.
 
     Attributes:
         backward_wait_s: how long the last backward waited for transfers.
     """
 
-    def __init__(self, counters: TierCounters, *, asked_for: bool) -> None:
+    def __init__(self, counters: TierCounters, *, asked_for: bool, first_share: float = FIRST_SHARE) -> None:
         self.backward_wait_s = 0.0
         self._counters = counters
-        self._share = BackwardShare(asked_for=asked_for)
+        self._share = BackwardShare(asked_for=asked_for, first_share=first_share)
         self._trust = Trust()
         self._pauses: weakref.WeakKeyDictionary[Unit, UnitPause] = weakref.WeakKeyDictionary()
         self._order: dict[Unit, int] = {}

@@ -1,0 +1,84 @@
+"""What blocks held before a change that may be undone."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+
+from deepoffload.memory.block import Block
+from deepoffload.memory.kept_bytes import KeptBytes
+from deepoffload.memory.tier_manager import TierManager
+from deepoffload.native.aio import PAGE_BYTES
+from deepoffload.schedule.cost_model import BlockKind
+from tests.memory.conftest import Owner, Rig
+
+NBYTES = 3 * PAGE_BYTES - 100
+
+
+def filled(tiers: TierManager, value: int, owner: Owner | None = None) -> Block:
+    block = tiers.create(f"block {value}", BlockKind.STATE, NBYTES, owner)
+    tiers.acquire(block)
+    tiers.will_change(block)
+    ctypes.memset(tiers.address(block), value, NBYTES)
+    tiers.release(block)
+    return block
+
+
+def held(tiers: TierManager, block: Block) -> bytes:
+    return ctypes.string_at(tiers.address(block), NBYTES)
+
+
+@pytest.mark.parametrize("outcome", ["right", "wrong", "interrupted"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_in_turn_with_its_journal(make_rig: Callable[..., Rig], outcome: str, stays: bool) -> None:
+    """A block gets the memory of its journal: what is not written there is as it was, undone all of it is. One that
+    tensors show stays where it is."""
+    tiers = make_rig(32 * PAGE_BYTES).tiers
+    with tiers.lock:
+        block, shown = filled(tiers, 1), filled(tiers, 2, Owner())
+        if stays:
+            tiers.keep(block)
+            tiers.keep(shown)
+        before, at, shown_at = held(tiers, block), tiers.address(block), tiers.address(shown)
+        both = [block, shown]
+        kept = KeptBytes(tiers, both, 1, {each.id for each in both} if stays else (), in_turn=True)
+        for each in both:
+            tiers.acquire(each)
+            kept.will_change(each)
+        (place,) = kept.elsewhere()
+        assert tiers.address(shown) == shown_at
+        assert place == (tiers.address(block), NBYTES, at) and place.begin != at
+        ctypes.memset(tiers.address(shown), 9, NBYTES)
+        ctypes.memset(place.begin, 0x5A, NBYTES)  # what was there before
+        written = ((4000, 200), (0, 64), (8192, 1))
+        for start, nbytes in written:
+            ctypes.memset(place.begin + start, 8, nbytes)
+        if outcome != "interrupted":
+            kept.wrote((place.begin + start, nbytes) for start, nbytes in written)
+            for each in both:
+                kept.changed(each)
+            assert not kept.elsewhere()
+            after = bytearray(before)
+            for start, nbytes in written:
+                after[start : start + nbytes] = bytes([8]) * nbytes
+            assert held(tiers, block) == after and place.begin == tiers.address(block)
+        for each in both:
+            tiers.release(each)
+        if outcome == "right":
+            journals = kept.forget()
+            assert held(tiers, block) == after and held(tiers, shown) == bytes([9]) * NBYTES
+            for journal in journals:
+                tiers.remove(journal)
+        else:
+            kept.restore()
+            assert held(tiers, block) == before and held(tiers, shown) == bytes([2]) * NBYTES
+        assert {each.name for each in tiers.blocks()} == {block.name, shown.name}
+        assert not any(each.leases for each in tiers.blocks())
+        assert tiers.arena.used_bytes == 2 * 3 * PAGE_BYTES
+        if not stays:
+            assert all(tiers.evict(each) for each in both)
+            tiers.acquire(block)
+            assert held(tiers, block) == (after if outcome == "right" else before)
+            tiers.release(block)
