@@ -13,7 +13,7 @@ from deepoffload.schedule.accumulation_order import SWITCH_S
 from deepoffload.schedule.clock import TimedUse
 from deepoffload.schedule.cost_model import UPDATE_BYTES_PER_BYTE, BlockKind, Workload, update_seconds
 from deepoffload.schedule.events import Phase
-from deepoffload.schedule.simulated_device import Device, DeviceWork
+from deepoffload.schedule.simulated_device import DeviceWork, TimedDevice
 from deepoffload.schedule.uses import StepUse, UnitBlocks
 
 OpTimes = Mapping[Op, float]
@@ -62,12 +62,12 @@ class StepCosts:
         weights_bytes = blocks.kind_bytes(BlockKind.WEIGHT, frozenset(self._content))
         self._weights_stay = machine.has_device and weights_bytes <= DEVICE_SHARE * machine.device_memory_bytes
 
-    def device(self, host_budget_bytes: int) -> Device | None:
+    def device(self, host_budget_bytes: int) -> TimedDevice | None:
         """The machine's device; None where the program computes itself."""
         if not self._machine.has_device:
             return None
         slot_bytes, slots = ring_of(host_budget_bytes)
-        return Device(self._machine.link_bytes_per_s, slot_bytes * slots)
+        return TimedDevice(self._machine.link_bytes_per_s, slot_bytes * slots)
 
     def timed(self, uses: Iterable[StepUse]) -> list[TimedUse]:
         """With a device whose memory holds all weights, they come to it in the step's first use of them, since its

@@ -17,7 +17,7 @@ from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.cost_model import Bandwidths
 from deepoffload.schedule.events import Phase
 from deepoffload.schedule.planner import MoveKind, plan_prefetch, plan_write_back
-from deepoffload.schedule.simulated_device import Device, DeviceWork
+from deepoffload.schedule.simulated_device import DeviceWork, TimedDevice
 from deepoffload.schedule.simulated_disk import Disk
 from deepoffload.schedule.trace import Trace
 from deepoffload.schedule.uses import Use
@@ -105,7 +105,7 @@ class TimedRun:
         events_per_plan: int = 1,
         busy_transfers: int = 3,
         copies: WholeCopies | None = None,
-        device: Device | None = None,
+        device: TimedDevice | None = None,
     ) -> None:
         self.trace = Trace()
         self.disk = Disk(bandwidths, computing_share)

@@ -22,13 +22,13 @@ class DeviceWork:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _Coming:
     at_s: float
     nbytes: int
     landing_s: float
 
 
-class Device:
+class TimedDevice:
     """Times are those of the program's clock.
 
     Args:
@@ -41,7 +41,7 @@ class Device:
         self._link_bytes_per_s = link_bytes_per_s
         self._ring_bytes = ring_bytes
         self._computed_s = self._came_s = self._left_s = self._landed_s = 0.0
-        self._coming: deque[_Arrival] = deque()
+        self._coming: deque[_Coming] = deque()
         self._under_way: deque[tuple[float, int]] = deque()  # landings that have begun: their ends and bytes
         self._launched = self._landed = 0
 
@@ -55,7 +55,7 @@ class Device:
         self._computed_s = max(self._computed_s, now, self._came_s if work.in_bytes else 0.0) + work.seconds
         if work.out_bytes:
             self._left_s = max(self._left_s, self._computed_s) + work.out_bytes / self._link_bytes_per_s
-            self._coming.append(_Arrival(self._left_s, work.out_bytes, work.landing_s))
+            self._coming.append(_Coming(self._left_s, work.out_bytes, work.landing_s))
             self._launched += 1
         return now
 

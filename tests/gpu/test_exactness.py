@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import deepoffload
 from deepoffload import stats
 from tests.support.gpu import Gpu, on_cpu
+from tests.support.inspect import pager_of
 from tests.support.loops import assert_same_bits, gradients_of, to_bf16, weights_of
 from tests.support.models import TinyGPT, batch, next_token_loss
 
@@ -215,15 +216,16 @@ def test_updates_on_a_guess(gpu: Gpu, config: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(on_cpu(loss))
-            if step_overlap == "speculative" and places != [p.block.offset for u in pager_of(model).units for p in u.pieces]:
+            if places != [piece.block.offset for unit in pager_of(model).units for piece in unit.pieces]:
                 moved.add(step)
         return (losses, on_cpu(weights_of(model)), optimizer.grad_norm), stats(model)
 
     expected, _ = run("none")
+    assert config or not moved
     got, seen = run("speculative")
     assert_same_bits(expected, got)
     assert seen["speculated"] > 0 and seen["rolled_back"] > 0, seen
-    assert config or {3, 5, 7} <= moved <= {3, 5, 7, 1, 2}, moved
+    assert config or (moved and not moved & {4, 6}), moved  # what is undone lies where it was
 
 
 def test_bf16(gpu: Gpu) -> None:

@@ -13,7 +13,7 @@ from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind, StepOverlap, Traffic, Workload
 from deepoffload.schedule.events import Event, Phase
 from deepoffload.schedule.placement import BlockSpec
-from deepoffload.schedule.simulated_device import Device, DeviceWork
+from deepoffload.schedule.simulated_device import DeviceWork, TimedDevice
 from deepoffload.schedule.simulated_disk import Disk
 from deepoffload.schedule.steady import steady_step
 from deepoffload.schedule.uses import Use, seen_until_zero_grad, unit_blocks
@@ -63,7 +63,7 @@ def test_an_urgent_read_is_first_and_time_goes_by_without_work():
 
 
 def test_a_device_computes_while_the_program_goes_on():
-    device = Device(link_bytes_per_s=100.0, ring_bytes=150)
+    device = TimedDevice(link_bytes_per_s=100.0, ring_bytes=150)
     assert device.launch(0.0, DeviceWork(2.0, in_bytes=100)) == 0.0  # comes until 1.0, is computed until 3.0
     assert device.launch(0.5, DeviceWork(1.0, 0, 100, 0.5)) == 0.5  # computed at 4.0, leaves until 5.0, landed at 5.5
     assert device.launched == 1 and not device.has_landed(1, 5.4)
@@ -78,7 +78,7 @@ def test_a_device_computes_while_the_program_goes_on():
 def test_with_a_device_updates_in_backward_wait_for_their_gradients():
     def step(in_backward: bool) -> StepTimes:
         blocks = {1: 1, 2: 1, 3: 1}
-        device = Device(1e9, 1 << 30)
+        device = TimedDevice(1e9, 1 << 30)
         run = TimedRun(blocks, blocks, 10, RATES, lookahead_bytes=0, static=frozenset(blocks), device=device)
 
         def use(block: int, phase: Phase, work: DeviceWork | None, seconds: float = 0.0) -> TimedUse:
