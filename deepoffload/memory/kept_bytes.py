@@ -108,7 +108,7 @@ class KeptBytes:
         self._spare.pop(block.id, None)
 
     def elsewhere(self) -> list[Elsewhere]:
-        """What is to be read in another place than where it is written: the blocks that are changing now, and have
+        """What is read in another place than where it is written: the blocks that are changing now, and have
         another memory than before."""
         address = self._tiers.address
         return [
@@ -137,7 +137,7 @@ class KeptBytes:
                 self._tiers.release(kept.journal)
 
     def _keep_in(self, kept: KeptBlock, extent: Extent | None) -> None:
-        """Let the journal of a block have what it holds. It stays leased where the block is to be written anew."""
+        """Let the journal of a block have what it holds. It stays leased as long as the block gets new bytes."""
         tiers, block, journal = self._tiers, kept.block, kept.journal
         if journal is None:
             raise RuntimeError(f"{block.name} has no journal")

@@ -67,6 +67,9 @@ class StepSoFar:
 class Speculation:
     """Under the pager's lock, all of it. The gradients tell it of every landing.
 
+    It has more methods than other classes, because each is one thing that can come to a guess or to the step that it is
+    for: a landing, a look, a lack of room, the end of backward, the step itself.
+
     Args:
         disk_bytes_per_s: that are read and written together.
         asked_for: whether the user asks for guesses. Else the first steps are deferred, and it guesses as soon as these
