@@ -20,7 +20,7 @@ from deepoffload.estimate import MachineSpec
 from deepoffload.estimate.__main__ import main
 from deepoffload.estimate.decoder import DecoderShape
 from deepoffload.estimate.tuning import measured
-from deepoffload.estimate.tuning.candidates import SIZES_MAX, Candidate, Choices, micro_batches
+from deepoffload.estimate.tuning.candidates import ACCUMULATION_MAX, SIZES_MAX, Candidate, Choices, micro_batches
 from deepoffload.estimate.tuning.choice import (
     CandidateRow,
     Measurement,
@@ -66,7 +66,9 @@ predictions = st.lists(
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 40), st.integers(1, 5000), st.integers(1, 8) | st.none())
 def test_micro_batches_divide_the_batch(batch: int, least: int, most: int, count: int | None) -> None:
-    fitting = [size for size in range(1, batch + 1) if batch % size == 0 and least <= size <= most]
+    fitting = [
+        size for size in range(-(-batch // ACCUMULATION_MAX), batch + 1) if batch % size == 0 and least <= size <= most
+    ]
     if not fitting:
         with pytest.raises(ConfigError, match="no micro-batch from"):
             micro_batches(batch, least, most, count)
@@ -408,6 +410,11 @@ def test_an_interrupted_command_writes_nothing(
         ({"train_batch_size": "auto"}, [], "the batch of a step, so it has to be known"),
         ({"train_batch_size": 8, "autotuning": {"max_train_batch_size": 4}}, [], "allows from 1 to 4"),
         ({"train_batch_size": 8, "autotuning": {"min_train_batch_size": 9}}, [], "allows from 9"),
+        (
+            {"train_batch_size": 10**15, "autotuning": {"max_train_micro_batch_size_per_gpu": 64}},
+            [],
+            "in at most 512 micro-batches",
+        ),
         ({"train_batch_size": 6, "autotuning": {"min_train_micro_batch_size_per_gpu": 7}}, [], "no micro-batch from 7"),
         ({"train_batch_size": 8, "autotuning": {"end_profile_step": 2}}, [], "no step would be timed"),
         ({"train_batch_size": 8, "autotuning": {"metric": "beauty"}}, [], "autotuning.metric"),

@@ -13,6 +13,9 @@ from deepoffload.schedule.cost_model import AccumulationOrder
 SIZES_MAX = 6
 """Sizes of micro-batches that are looked at where nobody says how many."""
 
+ACCUMULATION_MAX = 512
+"""Micro-batches of a step at most: a prediction goes through all of them, so 4,096 take minutes."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -67,19 +70,19 @@ class Choices:
 
 
 def micro_batches(batch: int, least: int = 1, most: int | None = None, count: int | None = None) -> tuple[int, ...]:
-    """Sizes of which ``batch`` is a multiple, from ``least`` to ``most``, in order. Of more than ``count`` those that
-    are spread evenly over the list, the smallest and the largest among them.
+    """Sizes that make at most ``ACCUMULATION_MAX`` micro-batches of ``batch``, from ``least`` to ``most``, in order. Of
+    more than ``count`` those that are spread evenly over the list, the smallest and the largest among them.
 
     Raises:
         ConfigError: there is none.
     """
-    small = [size for size in range(1, int(batch**0.5) + 1) if batch % size == 0]
-    divisors = sorted({*small, *(batch // size for size in small)})
-    found = [size for size in divisors if least <= size <= (most or batch)]
+    counts = (number for number in range(min(batch, ACCUMULATION_MAX), 0, -1) if batch % number == 0)
+    found = [size for size in (batch // number for number in counts) if least <= size <= (most or batch)]
     if not found:
         raise ConfigError(
-            f"no micro-batch from {least} to {most or batch} divides the {batch} sequences of a rank's step; change "
-            "autotuning.min_train_micro_batch_size_per_gpu or max_train_micro_batch_size_per_gpu"
+            f"no micro-batch from {least} to {most or batch} divides the {batch} sequences of a rank's step in at most "
+            f"{ACCUMULATION_MAX} micro-batches; change autotuning.min_train_micro_batch_size_per_gpu or "
+            "max_train_micro_batch_size_per_gpu, or train_batch_size"
         )
     return spread(found, count or SIZES_MAX)
 
