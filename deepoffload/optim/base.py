@@ -30,6 +30,7 @@ from deepoffload.optim.rule import step_count
 from deepoffload.optim.speculation.guess import GuessedStep
 from deepoffload.optim.speculation.steps import backward_ended, confirm, end_of_step, settle
 from deepoffload.optim.state_dict import load_into, pack
+from deepoffload.optim.state_shards import all_fail_together
 from deepoffload.optim.step_work import StepWork, find_work
 from deepoffload.optim.update import HostUpdate
 from deepoffload.optim.variation import Variation
@@ -366,8 +367,13 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, shards: bool = False) -> dict[str, Any]:
         """The state in torch's layout. It holds no memory for paged parameters.
+
+        Args:
+            shards: with several ranks only what this one owns, for the same number of ranks to load: of each paged
+                parameter one run of elements, flat, in the order of the weight's memory. ``["shards"]`` says which.
+                Nothing is gathered to read it. With one rank it is the whole state.
 
         As in torch, the tensors show later steps: ``copy.deepcopy`` makes a snapshot. The arrays of ordinary parameters
         are the optimizer's own. Arrays of paged parameters, and all that is stored in 8 bits or bf16, are values
@@ -379,11 +385,11 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         bf16) or ``"master"`` (fp32, fp16). With several ranks a rank that reads gathers the others' parts, also where
         it reads alone.
         """
-        return pack(self, self._full_state(), self._export_group)
+        return pack(self, self._full_state(shards=shards), self._export_group, shards=shards)
 
-    def _full_state(self) -> dict[Any, Any]:
+    def _full_state(self, *, shards: bool = False) -> dict[Any, Any]:
         """``self.state`` with values of what the pieces hold."""
-        return self._held.full(self, self._ordinary)
+        return self._held.full(self, self._ordinary, shards=shards)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace state and settings by those of ``state_dict``, ours or that of torch's optimizer of the same kind.
@@ -394,12 +400,14 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
 
         Raises:
             ValueError: other parameter groups, shapes, or arrays than this optimizer's, or a setting out of range.
-            UsageError: the state that a value of ``state_dict`` showed is no more.
+            UsageError: the state that a value of ``state_dict`` showed is no more, or the shards are those of another
+                rank, of another number of ranks, or of a model that was cut otherwise.
             RankError: another rank does not come: with several ranks, all load the same.
         """
         for pager in self._pagers():
             gradients_of(pager)
-        load_into(self, state_dict, self._import_group, self._check_group, self._import_entry)
+        together = all_fail_together(self._pagers(), "loading optimizer state")
+        load_into(self, state_dict, self._import_group, self._check_group, self._import_entry, together)
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch's, so that hooks and schedulers' wrappers stay behind. Paged parameters are pickled and copied as

@@ -75,8 +75,12 @@ class HeldState:
                 "optimizer for a paged parameter, or load_state_dict() what state_dict() gave before"
             )
 
-    def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate) -> dict[Any, Any]:
-        """``optimizer.state`` with what the pieces hold. See [Note: values of optimizer state]."""
+    def full(self, optimizer: StatefulOptimizer, ordinary: OrdinaryUpdate, *, shards: bool = False) -> dict[Any, Any]:
+        """``optimizer.state`` with what the pieces hold. See [Note: values of optimizer state].
+
+        Args:
+            shards: with several ranks, of the pieces only what this one owns.
+        """
         for pager in optimizer._pagers():
             pager.catch_up_all()
         state = dict(optimizer.state)
@@ -96,7 +100,7 @@ class HeldState:
                 held[handle] = optimizer._shown_arrays_of(param, group)
         for pager in optimizer._pagers():
             mine = {handle: param for handle, param in params.items() if handle.pager is pager}
-            for handle, found in paged_values(pager, mine, held, partial(_initial, optimizer)).items():
+            for handle, found in paged_values(pager, mine, held, partial(_initial, optimizer), own=shards).items():
                 param = params[handle]
                 is_coded = not optimizer.rule.foreign
                 known = {

@@ -85,11 +85,15 @@ class ArrayCopy(NamedTuple):
     target: Tensor
 
 
-def copy_arrays(pager: Pager, handle: ParamHandle, copies: Mapping[str, ArrayCopy]) -> None:
+def copy_arrays(
+    pager: Pager, handle: ParamHandle, copies: Mapping[str, ArrayCopy], elements: slice | None = None
+) -> None:
     """Copy arrays of one parameter in fp32, and what completes the weight to its master, in one pass over the pieces.
 
     Args:
         copies: by key.
+        elements: those that are wanted, in the order of the weight's memory, where the targets have no others; all
+            when not given. The pieces of a rank hold what it owns.
 
     Raises:
         UsageError: the optimizer does not keep one of the arrays any more.
@@ -97,29 +101,31 @@ def copy_arrays(pager: Pager, handle: ParamHandle, copies: Mapping[str, ArrayCop
     held = {handle: {key: copy.field for key, copy in copies.items() if copy.field}}
     leads = set() if all(copy.field for copy in copies.values()) else {handle}
     copied = dict.fromkeys(copies, 0)
+    begin, end = (0, handle.numel) if elements is None else (elements.start, elements.stop)
     with pager.lock:  # all of them are of one step
         for run in _runs(pager, pieces_of(pager, {handle}), held, leads):
             for key, values in run.arrays.items():
                 if key in copies:
                     copied[key] += run.numel
-                    _copy_run(run, values, key, copies[key])
+                    _copy_run(run, values, key, copies[key], begin)
         for key, copy in copies.items():
             if not copy.field and handle.master_stale:
-                copy_own_master(handle, key, copy.target)
-            elif copied[key] != handle.numel:
+                copy_own_master(handle, key, copy.target, elements)
+            elif copied[key] != end - begin:
                 raise UsageError(f"{key} of {handle.name}: the optimizer does not keep this array any more")
 
 
-def _copy_run(run: StateRun, values: Tensor, key: str, copy: ArrayCopy) -> None:
-    address = copy.target.data_ptr() + run.start * copy.target.element_size()
+def _copy_run(run: StateRun, values: Tensor, key: str, copy: ArrayCopy, begin: int) -> None:
+    """``begin``: the element with which the target begins."""
+    address = copy.target.data_ptr() + (run.start - begin) * copy.target.element_size()
     if copy.field:
         to_fp32(values, run.arrays.get(key + SCALE_SUFFIX), address)
     elif not run.handle.master_stale:
         cpu_adam.copy(address, values.data_ptr(), values.nbytes, num_threads())
 
 
-def copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:
-    """What completes a weight that the program wrote: it is its own master."""
+def copy_own_master(handle: ParamHandle, key: str, target: Tensor, wanted: slice | None = None) -> None:
+    """What completes a weight that the program wrote: it is its own master. ``wanted``: as of :func:`copy_arrays`."""
     tensor = handle.tensor
     if key == "remainder" or tensor is None:
         target.zero_()
@@ -127,7 +133,12 @@ def copy_own_master(handle: ParamHandle, key: str, target: Tensor) -> None:
     with SHIELD:
         handle.pager.pin(handle)
         try:
-            target.copy_(get_data(tensor))
+            weight = get_data(tensor)
+            if wanted is None:
+                target.copy_(weight)
+            elif wanted.start < wanted.stop:
+                run = PieceSegment(0, wanted.start, wanted.stop - wanted.start, 0)
+                target.copy_(elements(weight, handle, run, weight.dtype))
         finally:
             handle.pager.unpin(handle)
 
@@ -226,12 +237,17 @@ def resident_piece(pager: Pager, piece: StatePiece, *, load: bool = True) -> Ite
 
 
 def elements(value: Tensor, handle: ParamHandle, part: PieceSegment, dtype: torch.dtype) -> Tensor:
-    """A run of a tensor that has the parameter's shape, in the order of the parameter's memory: flat, on the CPU.
+    """A run of a tensor that has the parameter's shape, in the order of the parameter's memory: flat, on the CPU. Of a
+    flat tensor that has this rank's elements alone (``state_shards``) it is a run, too.
 
     Raises:
         ValueError: it has another shape.
     """
     if value.shape != handle.shape:
+        own = slice(0, 0) if handle.cut is None else handle.cut.own_elements()
+        if handle.cut is not None and value.shape == (own.stop - own.start,):
+            run = value[part.start - own.start : part.start - own.start + part.numel]
+            return run.to(device="cpu", dtype=dtype).contiguous()
         raise ValueError(f"state of {handle.name} has shape {tuple(value.shape)}, the parameter {tuple(handle.shape)}")
     with outside_user_modes():
         if value.stride() == tuple(handle.stride):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from deepoffload.errors import UsageError
 from deepoffload.optim.ordinary import import_state
+from deepoffload.optim.state_shards import SHARDS, ShardEntry, check_record, own_shape, record_of
 from deepoffload.optim.state_values import check_value
 from deepoffload.params.torch_private import optimizer_hooks
 from deepoffload.params.unit import ParamHandle
@@ -26,21 +28,31 @@ _OWN_SETTINGS = ("state_dtype", "master_weights")
 """How the optimizer stores things: not taken from a loaded state, which is in fp32."""
 
 
-def pack(optimizer: Any, state: Mapping[Any, Any], export_group: Callable[[Group], Group]) -> dict[str, Any]:
-    """``state`` and the optimizer's groups with numbers for parameters; torch's hooks are called."""
+def pack(
+    optimizer: Any, state: Mapping[Any, Any], export_group: Callable[[Group], Group], *, shards: bool = False
+) -> dict[str, Any]:
+    """``state`` and the optimizer's groups with numbers for parameters; torch's hooks are called.
+
+    Args:
+        shards: ``state`` has what this rank owns of paged parameters.
+    """
     for hook in optimizer_hooks(optimizer, "state_dict_pre"):
         hook(optimizer)
-    numbers: dict[int, int] = {}
+    params: dict[int, Tensor] = {}
     groups = []
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            numbers.setdefault(id(param), len(numbers))
+        params.update({id(param): param for param in group["params"]})
+    numbers = {key: number for number, key in enumerate(params)}
+    for group in optimizer.param_groups:
         packed_group = {key: value for key, value in export_group(group).items() if key != "params"}
         groups.append({**packed_group, "params": [numbers[id(param)] for param in group["params"]]})
     packed: dict[str, Any] = {
         "state": {numbers[id(key)] if isinstance(key, Tensor) else key: value for key, value in state.items()},
         "param_groups": groups,
     }
+    record = record_of({numbers[key]: slot_of(param) for key, param in params.items()}) if shards else None
+    if record is not None:
+        packed[SHARDS] = record
     for hook in optimizer_hooks(optimizer, "state_dict_post"):
         changed = hook(optimizer, packed)
         packed = packed if changed is None else changed
@@ -53,33 +65,40 @@ def load_into(
     import_group: Callable[[Group], Group],
     check_group: Callable[[Group], None],
     import_entry_of: Callable[[Mapping[str, Any], Tensor, Group], dict[str, Any]],
+    checks: AbstractContextManager[object],
 ) -> None:
-    """Check all of ``state_dict``, then hand it to ``optimizer.__setstate__``."""
-    loaded = dict(state_dict)
-    for hook in optimizer_hooks(optimizer, "load_state_dict_pre"):
-        changed = hook(optimizer, loaded)
-        loaded = loaded if changed is None else changed
-    for key in ("param_groups", "state"):
-        if key not in loaded:
-            raise ValueError(f"the loaded state has no {key!r}: it is no state_dict() of an optimizer")
-    groups = match_groups(optimizer.param_groups, loaded["param_groups"], import_group)
-    for group in groups:
-        check_group(group)
-    params: dict[Any, tuple[Tensor, Group]] = {}
-    for saved, group in zip(loaded["param_groups"], groups, strict=True):
-        params.update({number: (param, group) for number, param in zip(saved["params"], group["params"], strict=True)})
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    for number, entry in loaded["state"].items():
-        if number not in params:
-            state[number] = entry  # torch keeps what belongs to no parameter, too
-            continue
-        param, group = params[number]
-        try:
-            state[param] = import_entry_of(entry, param, group)
-        except UsageError:  # it is a ValueError, too, and says all
-            raise
-        except ValueError as error:
-            raise ValueError(f"state[{number}]: {error}") from None
+    """Check all of ``state_dict``, inside of ``checks``, then hand it to ``optimizer.__setstate__``."""
+    with checks:
+        loaded = dict(state_dict)
+        for hook in optimizer_hooks(optimizer, "load_state_dict_pre"):
+            changed = hook(optimizer, loaded)
+            loaded = loaded if changed is None else changed
+        for key in ("param_groups", "state"):
+            if key not in loaded:
+                raise ValueError(f"the loaded state has no {key!r}: it is no state_dict() of an optimizer")
+        groups = match_groups(optimizer.param_groups, loaded["param_groups"], import_group)
+        for group in groups:
+            check_group(group)
+        params: dict[Any, tuple[Tensor, Group]] = {}
+        for saved, group in zip(loaded["param_groups"], groups, strict=True):
+            params.update(
+                {number: (param, group) for number, param in zip(saved["params"], group["params"], strict=True)}
+            )
+        cut = SHARDS in loaded
+        if cut:
+            check_record(loaded[SHARDS], {number: slot_of(param) for number, (param, _) in params.items()})
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for number, entry in loaded["state"].items():
+            if number not in params:
+                state[number] = entry  # torch keeps what belongs to no parameter, too
+                continue
+            param, group = params[number]
+            try:
+                state[param] = import_entry_of(ShardEntry(entry) if cut else entry, param, group)
+            except UsageError:  # it is a ValueError, too, and says all
+                raise
+            except ValueError as error:
+                raise ValueError(f"state[{number}]: {error}") from None
     optimizer.__setstate__({"state": state, "param_groups": groups})
     for hook in optimizer_hooks(optimizer, "load_state_dict_post"):
         hook(optimizer)
@@ -113,7 +132,8 @@ def import_entry(entry: Mapping[str, Any], param: Tensor, arrays: Mapping[str, s
     """
     paged = slot_of(param)
     dtype = param.dtype if param.is_complex() else torch.float32
-    state = import_state(entry, param.shape, arrays, copy=paged is None, dtype=dtype)
+    shape = own_shape(paged) if paged is not None and isinstance(entry, ShardEntry) else param.shape
+    state = import_state(entry, shape, arrays, copy=paged is None, dtype=dtype)
     check_values(state, paged, arrays)
     missing = [key for key in arrays if not isinstance(state.get(key), Tensor)]
     if "step" in state and missing:

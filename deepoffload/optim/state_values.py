@@ -27,6 +27,7 @@ from deepoffload.optim.ordinary import plain_array
 from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_arrays, pieces_of, with_own_master
 from deepoffload.optim.rank_gradients import shared_state_of
 from deepoffload.optim.state import MASTER_PART_KEYS
+from deepoffload.optim.state_shards import own_elements, own_shape
 from deepoffload.params.pager import Pager
 from deepoffload.params.slot import make_stand_in
 from deepoffload.params.state_dict_values import LazyValue, lazy_value, mapped, source_of
@@ -118,9 +119,10 @@ class PagedSource(_CopySource):
         field: of the pieces; "" for what completes the weight to its master.
         together: the sources of this state dict that lie in the same pieces.
         form: of the values; not said: the parameter's, fp32.
+        own: only the elements that this rank owns, as a flat tensor in the order of the weight's memory.
     """
 
-    __slots__ = ("_param", "handle", "array", "_owner", "_copies", "_place", "_weight_version", "_together")
+    __slots__ = ("_param", "handle", "array", "_owner", "_copies", "_place", "_weight_version", "_together", "_own")
 
     def __init__(
         self,
@@ -131,8 +133,13 @@ class PagedSource(_CopySource):
         copies: CopyRoom,
         together: weakref.WeakSet[PagedSource],
         form: ValueForm | None = None,
+        *,
+        own: bool = False,
     ) -> None:
         dtype = torch.int16 if key == "remainder" else torch.float32
+        self._own = own_elements(handle) if own else None
+        if self._own is not None:
+            form = ValueForm(own_shape(handle), dtype, (1,))
         form = ValueForm(handle.shape, dtype, tuple(handle.stride)) if form is None else form
         super().__init__(f"{key} of {handle.name}", form.shape, form.dtype, form.stride)
         self._param = param
@@ -205,8 +212,8 @@ class PagedSource(_CopySource):
         version = version_of(self._param)
         copies = {key: ArrayCopy(field, copy) for (key, field), copy in targets.items()}
         shared = shared_state_of(pager)
-        if shared is None:
-            copy_arrays(pager, self.handle, copies)
+        if shared is None or self._own is not None:
+            copy_arrays(pager, self.handle, copies, self._own)
         else:
             shared.copy_arrays(self.handle, copies)
         return version
@@ -217,8 +224,10 @@ class _InitialSource(PagedSource):
 
     __slots__ = ("_value",)
 
-    def __init__(self, param: nn.Parameter, handle: ParamHandle, key: str, value: float, copies: CopyRoom) -> None:
-        super().__init__(param, handle, key, "", copies, weakref.WeakSet())
+    def __init__(
+        self, param: nn.Parameter, handle: ParamHandle, key: str, value: float, copies: CopyRoom, *, own: bool
+    ) -> None:
+        super().__init__(param, handle, key, "", copies, weakref.WeakSet(), own=own)
         self._value = value
 
     def mapped(self) -> Tensor:
@@ -300,6 +309,8 @@ def paged_values(
     params: Mapping[ParamHandle, Any],
     held: Mapping[ParamHandle, Arrays],
     initial: Callable[[Tensor], Mapping[str, float]],
+    *,
+    own: bool = False,
 ) -> dict[ParamHandle, dict[str, Tensor]]:
     """Values of what the pieces hold, for parameters of which they hold anything.
 
@@ -308,6 +319,7 @@ def paged_values(
         held: those of which steps were taken, with their arrays. All that the others can have is a remainder that is
             not all zero, or a master that is not the weight's value.
         initial: what their arrays hold before the first step, by key.
+        own: with several ranks, only the elements that this one owns.
     """
     copies = CopyRoom(pager)
     shared, others = shared_state_of(pager), params.keys() - held.keys()
@@ -315,14 +327,15 @@ def paged_values(
     found: dict[ParamHandle, dict[str, Tensor]] = {handle: {} for handle in params if handle in held or handle in leads}
     for handle in [handle for handle in found if handle not in held]:
         for key, value in initial(params[handle]).items():
-            found[handle][key] = lazy_value(_InitialSource(params[handle], handle, key, value, copies))
+            found[handle][key] = lazy_value(_InitialSource(params[handle], handle, key, value, copies, own=own))
     by_param: dict[ParamHandle, weakref.WeakSet[PagedSource]] = {}
     arrays = _arrays_here(pager, found, held) if shared is None else shared.arrays(found.keys(), held)
     for handle, present in arrays:
         together = by_param.setdefault(handle, weakref.WeakSet())
         for key, field in present.items():
             if key not in found[handle]:
-                found[handle][key] = lazy_value(PagedSource(params[handle], handle, key, field, copies, together))
+                source = PagedSource(params[handle], handle, key, field, copies, together, own=own)
+                found[handle][key] = lazy_value(source)
     return found
 
 

@@ -70,28 +70,52 @@ def digests(values: dict[Any, Any]) -> dict[str, str]:
 
 
 def save_state(name: str, config: dict[str, Any], path: str, steps: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Train, save everything with torch.save on rank 0 alone, and train on. Returns digests of the state on this rank,
-    and of the weights at the end."""
+    """Train, save everything with torch.save on rank 0 alone, and the optimizer's state also as shards of every rank,
+    and train on. Returns digests of the state on this rank, and of the weights at the end."""
     with built(config) as model:
         optimizer = OPTIMIZERS[name](model.parameters())
         train(model, optimizer, range(steps))
         if rank() == 0:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        torch.save(optimizer.state_dict(shards=True), f"{path}.{rank()}")
         shown = digests(optimizer.state_dict())
         train(model, optimizer, range(steps, steps + 2))
         return shown, digests(model.state_dict())
 
 
-def load_state(name: str, config: dict[str, Any], path: str, steps: int) -> tuple[dict[str, str], dict[str, str]]:
-    """The same from what was saved."""
+def load_state(
+    name: str, config: dict[str, Any], path: str, steps: int, shards: bool = False
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The same from what was saved; with ``shards`` each rank loads its own ones."""
     with built(config) as model:
         optimizer = OPTIMIZERS[name](model.parameters())
         saved = torch.load(path, weights_only=True)
         model.load_state_dict(saved["model"])
+        if shards:
+            saved["optimizer"] = torch.load(f"{path}.{rank()}", weights_only=True)
+            assert saved["optimizer"]["shards"]["rank"] == rank()
         optimizer.load_state_dict(saved["optimizer"])
         shown = digests(optimizer.state_dict())
         train(model, optimizer, range(steps, steps + 2))
         return shown, digests(model.state_dict())
+
+
+def load_wrong_shards(config: dict[str, Any], path: str) -> list[str]:
+    """All ranks load what rank 0 has saved, and shards of a model that was cut otherwise. Then they train on."""
+    with built(config) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        first = torch.load(f"{path}.0", weights_only=True)
+        cut_otherwise = torch.load(f"{path}.{rank()}", weights_only=True)
+        cut_otherwise["shards"]["elements"][0] = (5, 9)
+        said = []
+        for state in (first, cut_otherwise):
+            try:
+                optimizer.load_state_dict(state)
+                said.append("nothing was raised")
+            except DeepOffloadError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        train(model, optimizer, range(1))
+        return said
 
 
 def read_while_others_train_on(config: dict[str, Any]) -> list[float]:

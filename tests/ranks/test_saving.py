@@ -11,6 +11,7 @@ import pytest
 from tests.ranks.saving import (
     load_on_one_rank_only,
     load_state,
+    load_wrong_shards,
     read_while_others_train_on,
     save_again_after_rank_0_alone,
     save_files,
@@ -55,14 +56,28 @@ def test_state_of_two_ranks_is_that_of_one_and_loads_with_any_number(tmp_path: P
     assert of_little == [alone[1]] * 2
     for kind, expected, found in zip(everything, alone, saved, strict=True):
         assert found == [expected] * 2, kind
-    for source, world_size in (("two", 1), ("one", 2)):
-        loaded = values_of_each(load_state, world_size, calls(source))
-        for kind, expected, found in zip(STATES, alone, loaded, strict=False):
+    shards = [(*call, True) for call in calls("two", everything)]
+    for source, world_size, more in (("two", 1, []), ("one", 2, shards)):
+        loaded = values_of_each(load_state, world_size, [*calls(source), *more])
+        for kind, expected, found in zip([*STATES, *everything], [*alone[: len(STATES)], *alone], loaded, strict=False):
             assert found == [expected] * world_size, (source, kind)
+    check_wrong_shards(shards[1][1], shards[1][2])
     assert values_of_each(load_state, 4, calls("two", STATES[1:2])) == [[alone[1]] * 4]
     # Three parts of a mean have other bits than one; so only what was loaded is compared.
     (of_three,) = values_of_each(load_state, 3, calls("two", STATES[1:2]))
     assert [shown for shown, _ in of_three] == [alone[1][0]] * 3
+
+
+def check_wrong_shards(config: dict[str, Any], path: str) -> None:
+    """Shards of another rank, of another number of ranks, and of another cut, are errors on all ranks."""
+    first, second = values_of(load_wrong_shards, 2, config, path)
+    assert "the loaded state is what rank 0 has saved, and this is rank 1: each rank loads its own" in second[0]
+    assert first[0].startswith("UsageError: rank 1 has failed at loading optimizer state: the loaded state is what")
+    for said in (first, second):
+        assert "the loaded state has those from 5 to 9: the model was cut otherwise when it was saved" in said[1]
+    ((alone, _),) = values_of(load_wrong_shards, 1, config, path)
+    assert "is rank 0's part of 2, and one process trains now" in alone
+    assert "Start 2, or save the whole state" in alone
 
 
 @pytest.mark.parametrize("transport", ["group", "memory"])
@@ -75,7 +90,7 @@ def test_rank_0_reads_state_while_the_others_train_on(transport: str):
 
 def test_a_load_that_one_rank_makes_alone_is_an_error_that_says_so(tmp_path: Path):
     first, second = run_ranks(load_on_one_rank_only, 2, BUDGET, tmp_path / "given up")
-    assert "waited 6 s for loading optimizer state. Every rank has to call it" in first.value
+    assert "waited 6 s for rank 1 at loading optimizer state. Every rank has to call it" in first.value
     assert "Every rank has to call it" in second.value
 
 

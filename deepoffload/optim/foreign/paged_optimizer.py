@@ -197,8 +197,8 @@ class PagedOptimizer(HostOptimizer):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def _full_state(self) -> dict[Any, Any]:
-        state = super()._full_state()
+    def _full_state(self, *, shards: bool = False) -> dict[Any, Any]:
+        state = super()._full_state(shards=shards)
         handles = ((param, handle_of(param)) for param, _ in self._each())
         show_packed(state, {param: handle for param, handle in handles if handle is not None})
         return state
