@@ -1,4 +1,4 @@
-"""What one of several ranks owns of an optimizer's state, as a state dict of its own, and back.
+"""What one of several ranks owns of an optimizer's state, as its own state dict, and back.
 
 ``state_dict(shards=True)`` has torch's layout. Each array of a paged parameter is flat: the consecutive elements that
 this rank owns, in the order of the weight's memory, perhaps none. Under ``"shards"`` it says of which rank it is and
