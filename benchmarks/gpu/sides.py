@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from benchmarks.common.launch import free_port
 
 PATTERN_NUMEL = 1 << 22
 """Values that are drawn; the rest of a model repeats them."""
@@ -157,6 +160,9 @@ class DeepSpeed(Side):
     """ZeRO-3 with optimizer state and gradients in pinned host memory."""
 
     def __init__(self, build: Build, device: torch.device, settings: dict[str, Any], path: str) -> None:
+        # Where nobody says which rank this is, DeepSpeed asks mpi4py.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         import deepspeed
 
         config = {

@@ -138,6 +138,8 @@ def test_the_vertical_order_has_the_bits_of_a_plain_loop(gpu: Gpu, name: str) ->
 @pytest.mark.parametrize(("name", "mode"), [(name, ("late", "random")[turn % 2]) for turn, name in enumerate(LONG)])
 def test_other_models(gpu: Gpu, name: str, mode: str) -> None:
     """With copies as late as possible, or at random moments."""
+    if name.startswith(("Llama", "Mixtral", "T5")):  # a machine that was lent for its GPU may lack them
+        pytest.importorskip("transformers")
     if gpu.simulated:
         settings(mode=mode, seed=len(name))
     LONG[name].check(gpu, HORIZONTAL, VERTICAL, VERTICAL_AGAIN)
