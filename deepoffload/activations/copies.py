@@ -146,3 +146,8 @@ class DeviceWay:
 
 def _let_go(_: Tensor) -> None:
     """A copy is done; the tensor was kept for it until now."""
+
+
+def all_bytes(tensor: Tensor) -> Tensor:
+    """Every byte of a tensor's storage, shown as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

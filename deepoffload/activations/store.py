@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import torch
 from torch import Tensor
 
-from deepoffload.activations.copies import Way
+from deepoffload.activations.copies import Way, all_bytes
 from deepoffload.activations.interrupted import forget_interrupted_graphs
 from deepoffload.activations.order_of_return import Call, Kept, OrderOfReturn
 from deepoffload.config.units import format_bytes
@@ -130,7 +129,7 @@ class ActivationStore:
             self._acquire_empty(block)
             try:
                 with outside_user_modes():
-                    self._way.take(_all_bytes(tensor), block)
+                    self._way.take(all_bytes(tensor), block)
             finally:
                 self.tiers.release(block)
         except BaseException:
@@ -293,8 +292,3 @@ class ActivationStore:
             self._order.to_come.clear()
             self._unwritten.clear()
             self.tiers.close()
-
-
-def _all_bytes(tensor: Tensor) -> Tensor:
-    """Every byte of a tensor's storage, shown as uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -67,9 +67,10 @@ def check_output(said: FlopsProfilerConfig) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "a", encoding="utf-8"):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
         raise ConfigError(
-            f"flops_profiler.output_file = {said.output_file!r} cannot be written: {error.strerror or error}"
+            f"flops_profiler.output_file = {said.output_file!r} cannot be written: "
+            f"{getattr(error, 'strerror', None) or error}"
         ) from error
 
 

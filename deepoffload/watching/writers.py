@@ -175,9 +175,9 @@ def _directory(name: str, said: FileMonitorConfig) -> str:
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
         raise ConfigError(
-            f"{name}.output_path = {said.output_path!r}: {os.path.abspath(path)} cannot be written: "
-            f"{error.strerror or error}; name another directory"
+            f"{name}.output_path = {said.output_path!r}: {os.path.abspath(path)!r} cannot be written: "
+            f"{getattr(error, 'strerror', None) or error}; name another directory"
         ) from error
     return path

@@ -213,12 +213,14 @@ def test_a_directory_that_cannot_be_written_is_an_error_at_the_start(nvme_path: 
     (tmp_path / "file").write_text("")
     said = {"enabled": True, "output_path": str(tmp_path / "file")}
     model = TinyGPT()
-    with pytest.raises(ConfigError, match="csv_monitor.output_path = .*cannot be written"):
-        deepoffload.initialize(model=model, config=config(nvme_path, csv_monitor=said))
+    for path in (said["output_path"], "no\0path"):
+        with pytest.raises(ConfigError, match="csv_monitor.output_path = .*cannot be written"):
+            deepoffload.initialize(model=model, config=config(nvme_path, csv_monitor={**said, "output_path": path}))
     assert all(type(param) is torch.nn.Parameter for param in model.parameters())
-    with pytest.raises(ConfigError, match="flops_profiler.output_file = .*cannot be written"):
-        profiler = {"enabled": True, "output_file": str(tmp_path / "file" / "table")}
-        deepoffload.initialize(model=TinyGPT(), config=config(nvme_path, flops_profiler=profiler))
+    for path in (str(tmp_path / "file" / "table"), "no\0path"):
+        with pytest.raises(ConfigError, match="flops_profiler.output_file = .*cannot be written"):
+            profiler = {"enabled": True, "output_file": path}
+            deepoffload.initialize(model=TinyGPT(), config=config(nvme_path, flops_profiler=profiler))
 
 
 def test_a_monitor_that_fails_later_is_switched_off_and_training_goes_on(
