@@ -21,7 +21,8 @@ struct Segment {
     std::size_t grad_size, weight_size, state_size; // bytes per element
 };
 
-// Segments must not overlap each other, nor what is new what is old elsewhere. The result does not depend on num_threads.
+// Segments must not overlap each other, nor what is new what is old elsewhere. The result does not depend on
+// num_threads.
 void run_step(const std::vector<Segment>& segments, const std::vector<Coefficients>& coefficients, int num_threads);
 
 } // namespace cpu_adam
