@@ -302,6 +302,7 @@ class Gradients:
                     record.dropped()
                 return
             if record.state is GradientState.LANDED:
+                self.pager.life.refuse_torn(handle.name)
                 try:
                     self._drop(record)
                 except BaseException:  # the program keeps the gradient object, and its bytes could not be read
@@ -316,8 +317,7 @@ class Gradients:
         with self.pager.lock:
             self.pager.catch_up(slot.unit)  # an update that is still to come takes it as it is now
             self._drop(slot.record)
-            param = slot.handle.tensor
-            if param is not None:
+            if (param := slot.handle.tensor) is not None:
                 set_grad(param, shown)
             slot.record.left_to_program()
         return shown

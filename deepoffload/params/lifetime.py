@@ -21,6 +21,7 @@ class Lifetime:
 
     Attributes:
         closed_because: why nothing can be used any more; None while it can.
+        is_torn: then, because the books of memory are wrong.
         deaths: of parameters and modules since units were last looked through.
         minds_deaths: False when it no longer matters who dies.
         users: who trains the models, and has not ended: the last of them ends the engine.
@@ -29,6 +30,7 @@ class Lifetime:
 
     def __init__(self, lock: BooksLock, owner: PagerOwner | None) -> None:
         self.closed_because: str | None = None
+        self.is_torn = False
         self.deaths = 0
         self.minds_deaths = True
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -36,7 +38,7 @@ class Lifetime:
         self._owner = owner
         self._alive = 0
         self.unit_count = 0
-        lock.when_torn = self.close
+        lock.when_torn = self._torn
 
     def parameter_registered(self) -> None:
         with self._lock:
@@ -62,8 +64,17 @@ class Lifetime:
         """Nothing can be used from now on. The first reason is the one that is told."""
         self.closed_because = self.closed_because or because
 
+    def _torn(self, because: str) -> None:
+        self.is_torn = True
+        self.close(because)
+
     def refuse_closed(self, name: str) -> None:
         raise ClosedError(f"{name or 'the model'} belongs to a closed engine: {self.closed_because}")
+
+    def refuse_torn(self, name: str) -> None:
+        """To be called before memory is given back, which ordinarily goes on in an engine that has ended."""
+        if self.is_torn:
+            self.refuse_closed(name)
 
     # -- units -----------------------------------------------------------------------------------------------------
 

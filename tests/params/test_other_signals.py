@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +16,17 @@ from torch import nn
 
 import deepoffload
 from deepoffload.errors import ClosedError
+from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD, BooksLock
+from deepoffload.schedule.cost_model import BlockKind
 from tests.optim.test_step_failures import Interrupting
 from tests.support.loops import assert_same_bits, weights_of
 from tests.support.models import mlp, rows
 from tests.support.paging import TIGHT, Paging
 
 PLACES = 16
+_SOURCE, _FIRST_LINE = inspect.getsourcelines(Block.to)
+TORN_LINE = _FIRST_LINE + 1 + next(n for n, line in enumerate(_SOURCE) if line.strip().startswith("del "))
 
 
 class LateError(Exception):
@@ -102,3 +109,25 @@ def test_an_alarm_while_a_layer_computes_ends_nothing(paging: Paging) -> None:
         model(rows())
     hook.remove()
     assert torch.equal(model(rows()), model(rows()))
+
+
+class InTheMiddle(Interrupting):
+    """Sends the signal when a gradient's block is no longer among those of its state, and not yet among others."""
+
+    def _see_line(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_code is Block.to.__code__ and frame.f_lineno == TORN_LINE and not self.lines:
+            if frame.f_locals["self"].kind is BlockKind.GRADIENT:
+                self.lines = 1
+                sys.settrace(None)
+                os.kill(os.getpid(), self._number)
+        return self._see_line
+
+
+def test_gradients_of_a_torn_model_are_not_dropped_but_refused(paging: Paging) -> None:
+    model = paging.build(mlp, TIGHT, key="mlp")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    backward(model, optimizer)
+    with pytest.raises(LateError), InTheMiddle(0, signal.SIGALRM):
+        optimizer.zero_grad()
+    with pytest.raises(ClosedError, match="in the middle of a change of memory"):
+        optimizer.zero_grad()

@@ -57,7 +57,10 @@ def test_ranks_are_estimated_as_they_run(tmp_path: Path) -> None:
         # how far reading ahead comes, and what it pushes out again, depends on how fast the disk is in this run
         assert times.read_bytes == pytest.approx(moved["disk_bytes_read"], rel=0.4, abs=2 * MIB)
         assert times.written_bytes == pytest.approx(moved["disk_bytes_written"], rel=0.1, abs=2 * MIB)
-        assert found.memory.host_bytes == pytest.approx(max(one["peak_bytes"], other["peak_bytes"]), rel=0.1)
+        # the C library and gloo's threads keep more or less of what was freed: up to 35 MB between runs of these
+        assert found.memory.host_bytes == pytest.approx(
+            max(one["peak_bytes"], other["peak_bytes"]), rel=0.1, abs=64 * MIB
+        )
 
 
 def test_the_link_is_measured_once(tmp_path: Path) -> None:
