@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,14 +123,19 @@ def may_fail(row: dict[str, Any]) -> bool:
 def run(script: str, words: list[str], simulate: bool, limit_s: float) -> dict[str, Any]:
     """What a module of this package prints last."""
     command = [sys.executable, "-m", f"benchmarks.gpu.{script}", *words, *(["--simulate"] if simulate else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {limit_s:.0f} s"}
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        return {"error": "\n".join(lines[-8:]) or f"ended with status {done.returncode}"}
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True) as child:
+        try:
+            out, errors = child.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(child.pid, signal.SIGKILL)  # also what it has started, such as compilers
+            if isinstance(error, subprocess.TimeoutExpired):
+                return {"error": f"not done in {limit_s:.0f} s"}
+            raise
+    if child.returncode != 0:
+        lines = [line for line in errors.strip().splitlines() if line.strip()]
+        return {"error": "\n".join(lines[-8:]) or f"ended with status {child.returncode}"}
+    return dict(json.loads(out.strip().splitlines()[-1]))
 
 
 def describe_device(simulate: bool) -> dict[str, Any]:

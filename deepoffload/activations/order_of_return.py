@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepoffload.activations.copies import Brought
 from deepoffload.memory.block import Block
 from deepoffload.params.saved import counter_of
 
@@ -48,7 +49,7 @@ class Kept:
         self.version = tensor._version
         self.call = call
         self.numbers: set[int] = set()
-        self.whole: Tensor | None = None
+        self.whole: Brought | None = None
 
 
 class OrderOfReturn:

@@ -10,7 +10,7 @@ from collections import deque
 
 from torch import Tensor
 
-from deepoffload.activations.copies import Way, all_bytes
+from deepoffload.activations.copies import Brought, Way, all_bytes
 from deepoffload.activations.interrupted import forget_interrupted_graphs
 from deepoffload.activations.order_of_return import Call, Kept, OrderOfReturn
 from deepoffload.config.units import format_bytes
@@ -94,7 +94,7 @@ class ActivationStore:
                 if len(kept.numbers) > 1:
                     self._shared, kept.whole = kept, whole
             self._read_ahead()
-            return whole
+            return whole.here()
 
     def drop(self, kept: Kept, number: int) -> None:
         """A saved tensor is gone. May be called anywhere, in any thread: it only takes a note."""
@@ -177,7 +177,7 @@ class ActivationStore:
 
     # -- coming back -----------------------------------------------------------------------------------------------
 
-    def _brought(self, kept: Kept) -> Tensor:
+    def _brought(self, kept: Kept) -> Brought:
         block = kept.block
         if block.state is BlockState.ON_NVME:
             self._read_bytes += block.nbytes

@@ -261,6 +261,44 @@ def test_streams_of_the_program(gpu: Gpu) -> None:
     assert_same_bits(seen[:5], seen[5:])
 
 
+class Branches(nn.Module):
+    """Two, each on a stream of its own, which take turns in backward."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.module, self.streams = gpu.module, [gpu.module.Stream() for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        main, x = self.module.current_stream(), self.first(x) * 2
+        values = [x, x]
+        for stream in self.streams:
+            stream.wait_stream(main)
+            x.record_stream(stream)
+        for depth in range(4):
+            for number, stream in enumerate(self.streams):
+                with self.module.stream(stream):
+                    values[number] = torch.sigmoid(values[number]) if depth else values[number].square()
+        for value, stream in zip(values, self.streams, strict=True):
+            main.wait_stream(stream)
+            value.record_stream(main)
+        return self.last(values[0]) + self.last(values[1])
+
+
+def test_activations_come_back_for_the_stream_that_uses_them(gpu: Gpu) -> None:
+    """They were allocated on another one where the branch before has had them copied ahead, and both branches read the
+    first ones. (Before, the next copy came into memory that a branch was still reading.)"""
+    leave = {"offload_activations": "host", "offload_activations_above": 1024, "activation_budget": 1 << 20}
+    build, inputs = partial(Branches, gpu), gpu.put(torch.ones(32, WIDTH))
+    seen = []
+    for model in (gpu.plain(build), gpu.paged(build, host_budget=8 << 20, **leave)):
+        for _ in range(2):
+            model(inputs).square().mean().backward()
+        seen.append(on_cpu(gradients_of(model)))
+    assert stats(model)["activations_taken"] >= 16
+    assert_same_bits(*seen)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_copies(gpu: Gpu, seed: int) -> None:
     """The simulated GPU in another mode: copies are done after random delays, by themselves."""
