@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -145,7 +146,8 @@ class DeviceWay:
 
     def bring_ahead(self, block: Block) -> None:
         if self._ahead is None or self._ahead.block is not block:
-            self._ahead = self._start(block)
+            with suppress(torch.OutOfMemoryError):  # it comes when it is used, when others have gone
+                self._ahead = self._start(block)
 
     def forget(self, block: Block) -> None:
         if self._ahead is not None and self._ahead.block is block:

@@ -266,22 +266,40 @@ class StagingRing:
         if pack is None:
             return
         accelerator, arrival = self._link.accelerator, pack.arrival
-        current, out = accelerator.current(), accelerator.copy_out
-        others = {s.stream_id: s for s in pack.streams if s.stream_id != current.stream_id}
+        out = accelerator.copy_out
         with self._outside_user_modes():
-            for stream in others.values():
-                current.wait_event(accelerator.event(stream))
-            together = torch.empty(arrival.nbytes, dtype=torch.uint8, device=accelerator.device)
-            parts = [together[part.at : part.at + part.nbytes] for part in arrival.parts]
-            torch._foreach_copy_(parts, pack.sources)
-            gathered = accelerator.event(current)
-            for stream in others.values():
-                stream.wait_event(gathered)  # the sources go now, and their memory is used again there
-            out.wait_event(gathered)
+            try:
+                arrival.keep = self._put_together(pack)
+            except torch.OutOfMemoryError:  # they leave all the same, each in a copy of its own
+                for stream in {s.stream_id: s for s in pack.streams}.values():
+                    out.wait_event(accelerator.event(stream))
             with accelerator.on(out):
-                self._link.take(together, arrival.slot)
-            arrival.keep = together
+                if arrival.keep is not None:
+                    self._link.take(arrival.keep, arrival.slot)
+                else:
+                    for part, source in zip(arrival.parts, pack.sources, strict=True):
+                        self._link.take(source, arrival.slot + part.at)
             arrival.launch(accelerator.event(out))
+
+    def _put_together(self, pack: _Pack) -> Tensor:
+        """What was packed, in one piece of the device's memory, for which the stream of copies waits.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; nothing has been launched.
+        """
+        accelerator, arrival = self._link.accelerator, pack.arrival
+        together = torch.empty(arrival.nbytes, dtype=torch.uint8, device=accelerator.device)
+        current = accelerator.current()
+        others = {s.stream_id: s for s in pack.streams if s.stream_id != current.stream_id}
+        for stream in others.values():
+            current.wait_event(accelerator.event(stream))
+        parts = [together[part.at : part.at + part.nbytes] for part in arrival.parts]
+        torch._foreach_copy_(parts, pack.sources)
+        gathered = accelerator.event(current)
+        for stream in others.values():
+            stream.wait_event(gathered)  # the sources go now, and their memory is used again there
+        accelerator.copy_out.wait_event(gathered)
+        return together
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import deepoffload
+from deepoffload.copies import ring
 from deepoffload.copies.fenced_arena import DeviceArena
 from deepoffload.copies.in_flight import DeviceTransfers
 from deepoffload.copies.ring import INLINE_BYTES
@@ -164,6 +165,23 @@ def test_small_gradients_of_a_unit_leave_in_one_copy(gpu: Gpu, monkeypatch: pyte
     assert (copies, gradients) == (units, 6 * LAYERS)
     copies, gradients, units = gradient_copies(gpu, monkeypatch, 128, device_budget=1 << 20, host_budget=8 << 20)
     assert units <= copies < gradients, "those of weights have copies of their own"
+
+
+class FullDevice:
+    """``torch``, which has no memory left."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *size: Any, **options: Any) -> Tensor:
+        raise torch.OutOfMemoryError("the device is full")
+
+
+def test_small_gradients_leave_a_full_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a copy of its own. (Before, the model was lost, to programs that go on after such an error, too.)"""
+    monkeypatch.setattr(ring, "torch", FullDevice())
+    copies, _, units = gradient_copies(gpu, monkeypatch, 32)
+    assert copies == units, "they are still one pack"
 
 
 def test_large_gradients_land_on_a_thread_that_does_nothing_else(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
