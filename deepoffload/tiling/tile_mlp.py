@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.params.code_scan import mark_careful
+from deepoffload.params.torch_private import tree_flatten
 
 ENDINGS = ("MLP", "FeedForward", "FFN")
 """How the classes of MLPs are called."""
@@ -25,51 +28,65 @@ class TokensInTiles:
 
     num_tiles = 1
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         run: Callable[..., Tensor] = super().forward  # type: ignore[misc]
-        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        _check_call(self, input, others)  # type: ignore[arg-type]  # it stands before a module
-        tiles = input.chunk(min(self.num_tiles, max(input.shape[-2], 1)), dim=-2)
+        rows = _rows_of(self, run, args, kwargs)  # type: ignore[arg-type]  # it stands before a module
+        dim = len(rows) - 1
+        largest = max(1, -(-rows[dim] // self.num_tiles))
         found = []
-        for number, tile in enumerate(tiles):
-            own = [_part(value, len(tiles), number) for value in args]
-            named = {name: _part(value, len(tiles), number) for name, value in kwargs.items()}
+        for start in range(0, max(rows[dim], 1), largest):
+            size = min(largest, rows[dim] - start)
+            cut = partial(_part, dim=dim, start=start, size=size)
+            own = [cut(value) for value in args]
+            named = {name: cut(value) for name, value in kwargs.items()}
             if torch.is_grad_enabled():
-                out = checkpoint(run, tile, *own, use_reentrant=False, **named)
+                out = checkpoint(run, *own, use_reentrant=False, **named)
             else:
-                out = run(tile, *own, **named)
-            if not isinstance(out, Tensor) or out.shape[:-1] != tile.shape[:-1]:
+                out = run(*own, **named)
+            if not isinstance(out, Tensor) or out.shape[:-1] != (*rows[:dim], size):
                 raise UnsupportedError(
                     f"tile_mlp: {type(self).__name__} gives something else than one tensor with a row for each token; "
                     "leave this module out of modules="
                 )
             found.append(out)
-        return torch.cat(found, dim=-2)
+        return torch.cat(found, dim=dim)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class below has no name under which pickle could find it.
         return _unpickled, (type(self).__mro__[2], self.num_tiles), self.__dict__
 
 
-def _check_call(module: nn.Module, input: Any, others: Sequence[Tensor]) -> None:
-    """Raise UnsupportedError for a call that cannot be cut by tokens."""
+def _rows_of(
+    module: nn.Module, run: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The shape of what is computed by itself, ``[..., tokens]``, which every tensor of the call begins with.
+
+    Raises:
+        UnsupportedError: the call cannot be cut by tokens.
+    """
     leave_out = "leave this module out of modules="
-    one = isinstance(input, Tensor) and input.dim() >= 2
-    if not one or (others and not (input.dim() == 2 and all(each.shape[:1] == input.shape[:1] for each in others))):
+    first = args[0] if args else kwargs.get(next(iter(signature(run).parameters), ""))
+    given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    rows = tuple(first.shape[:-1]) if isinstance(first, Tensor) else ()
+    if not rows or len(tensors) < len(given) or any(tuple(each.shape[: len(rows)]) != rows for each in tensors):
+        shapes = ", ".join(str(list(value.shape)) for value in given)
         raise UnsupportedError(
-            f"tile_mlp: {type(module).__name__} is called with other tensors than one [..., tokens, features], or "
-            f"several [tokens, ...] as stacked experts are, and only these can be cut; {leave_out}"
+            f"tile_mlp: {type(module).__name__} is called with tensors of shapes {shapes or '(no tensor)'}. What can "
+            "be cut is one [..., tokens, features], and others that begin with the same [..., tokens], such as a "
+            f"residual, or the routing of experts; {leave_out}"
         )
-    if not others and any(param is not None and param.dim() == 3 for param in module._parameters.values()):
+    if len(tensors) == 1 and any(param is not None and param.dim() == 3 for param in module._parameters.values()):
         raise UnsupportedError(
             f"tile_mlp: {type(module).__name__} has stacked experts and is called without their routing, so it tells "
             f"them by the places of tokens, which parts would not have; {leave_out}"
         )
+    return rows
 
 
-def _part(value: Any, count: int, number: int) -> Any:
-    """What one of ``count`` parts of the tokens gets of an argument."""
-    return value.chunk(count)[number] if isinstance(value, Tensor) else value
+def _part(value: Any, dim: int, start: int, size: int) -> Any:
+    """What some of the tokens get of an argument."""
+    return value.narrow(dim, start, size) if isinstance(value, Tensor) else value
 
 
 def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.Module]] | None = None) -> list[str]:
@@ -85,8 +102,9 @@ def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.M
         tiles: how many parts; a sequence of fewer tokens has fewer. The last part may be shorter.
         modules: classes, or names or endings of names (``"mlp"`` is every ``layers.3.mlp``). Not said: modules
             whose class is called ``...MLP``, ``...FeedForward`` or ``...FFN``. Each has to compute every token by
-            itself, from one tensor ``[..., tokens, features]``. Stacked experts (``modules="experts"``) do so from
-            tensors ``[tokens, ...]``: states, chosen experts and their weights.
+            itself, from a first tensor ``[..., tokens, features]``. Other tensors of the call are cut with it where
+            they begin with the same ``[..., tokens]``: a residual (Bloom, MPT), the chosen experts and their weights
+            (``modules="experts"``). What is no tensor goes to every part as it is.
 
     Returns:
         The names of the modules.

@@ -38,20 +38,43 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return next_token_loss(Dropped(model, THETA), tokens)
 
 
-@pytest.mark.parametrize("checkpointing", [None, False])
+GUESSING = Setting("guessing", 2.5, step_overlap="speculative")
+LEAVING = {"offload_activations": "nvme", "activation_budget": 16 << 10}
+EVERYTHING_LEAVES = {**LEAVING, "offload_activations_above": 1, "activation_budget": 64 << 10}
+
+
 @pytest.mark.parametrize(
-    "setting", [RESIDENT, TIGHT, EVICTING, Setting("guessing", 2.5, step_overlap="speculative")], ids=str
+    ("setting", "checkpointing", "config"),
+    [
+        (RESIDENT, True, {}),
+        (TIGHT, None, {}),
+        (TIGHT, False, {}),
+        (TIGHT, True, LEAVING),
+        (EVICTING, None, EVERYTHING_LEAVES),
+        (EVICTING, False, LEAVING),
+        (EVICTING, True, {}),
+        (GUESSING, None, {}),
+        (GUESSING, True, {}),
+    ],
+    ids=str,
 )
 def test_losses_gradients_and_weights_are_those_of_the_plain_model(
-    paging: Paging, setting: Setting, checkpointing: bool | None
+    paging: Paging, setting: Setting, checkpointing: bool | None, config: dict[str, Any]
 ) -> None:
     build = partial(DroppingGPT, checkpointing=checkpointing, depth=4)
     run: Callable[..., Any] = partial(train, steps=5, accumulate=2, clip=0.5, loss_of=loss_of)
     model = plain(build)
     expected = run(model, PlainAdamW(model, lr=1e-3))
-    paged = paging.build(build, setting, key=("dropping", checkpointing))
+    if config:
+        budget = paging.least_bytes(build, setting, key=("dropping", checkpointing)) * (setting.room or 1)
+        with paging.context(setting, int(budget) + config["activation_budget"], **config):
+            torch.manual_seed(0)
+            paged = build()
+    else:
+        paged = paging.build(build, setting, key=("dropping", checkpointing))
     got = run(paged, deepoffload.CPUAdamW(paged.parameters(), lr=1e-3))
     assert model.left_out == paged.left_out > 5
+    assert not config or deepoffload.stats(paged)["activation_bytes_written"] > 0
     assert_same_bits(expected.losses[:2], got.losses[:2])
     assert_same_bits(expected.first_gradients, got.first_gradients)
     for one, other in zip(expected.losses, got.losses, strict=True):

@@ -183,6 +183,50 @@ def test_experts_keep_the_router_whole() -> None:
     torch.testing.assert_close(found[0][2], found[1][2])
 
 
+class Adding(nn.Module):
+    """As the MLPs of Bloom and MPT: the residual comes along, here by name, with a weight for each token."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(12, 12)
+        self.mlp = AddingMLP()
+        deepoffload.tile_mlp(self, tiles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        found: Tensor = self.mlp(y, x, share=y.mean(-1), twice=True)
+        return self.mlp(states=found, residual=y, share=y[..., :1].sum(-1))
+
+
+class AddingMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, states: Tensor, residual: Tensor, share: Tensor, twice: bool = False) -> Tensor:
+        return residual + self.down(self.up(states).relu()) * share.unsqueeze(-1) * (2 if twice else 1)
+
+
+def test_other_tensors_of_a_call_are_cut_with_the_tokens(same: Same) -> None:
+    def program(model: nn.Module) -> Any:
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(5):
+            x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(step))
+            for shape in ((2, 7, 12), (14, 12), (1, 2, 7, 12)):
+                loss = model(x.view(shape)).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, [param.detach().clone() for param in model.parameters()]
+
+    same(partial(Adding, 3), program, key="adding")
+    whole, parts = (plain(partial(Adding, tiles)) for tiles in (1, 3))
+    x = torch.randn(2, 7, 12)
+    torch.testing.assert_close(whole(x), parts(x))
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     for tiles in (0, -1, 2.0, True):
         with pytest.raises(UsageError, match="tiles=.* has to be a whole number from 1 on"):
@@ -201,7 +245,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(UsageError, match="takes a torch.nn.Module"):
         deepoffload.tile_mlp("model")
     x = torch.ones(1, 4, 8)
-    ways = ((Mixing("two"), (x,)), (Mixing("mean"), (x,)), (Mixing("two"), (x, x)), (Mixing("two"), (x[0], x)))
+    ways = (
+        *((Mixing("two"), given) for given in ((x,), (x, x), (x[0], x), (x, x[:, :1]), (x, x[0]), (x, [x]), ())),
+        (Mixing("mean"), (x,)),
+    )
     for module, given in (*ways, (Stacked(), (x[0],))):
         holder = nn.ModuleDict({"it": module})
         deepoffload.tile_mlp(holder, 2, modules=(Mixing, Stacked))
