@@ -34,7 +34,8 @@ static int advise(uint64_t address, uint64_t length) {
 }
 
 /* Opens a reserved range. It is counted against what the system lets a process have, except where the system takes that
- * for an obvious overcommitment: a machine whose memory grows as it is used says less than it has. */
+ * for an obvious overcommitment: a machine whose memory grows as it is used says less than it has. doff_map does so,
+ * too. */
 static int open_counted(uint64_t address, uint64_t length) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
     if (mmap(at(address), length, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED)
@@ -51,6 +52,8 @@ int doff_map(uint64_t nbytes, int lock, uint64_t* address, int32_t* lock_errno) 
     if (!nbytes || length < nbytes || length > UINT64_MAX - HUGE_BYTES)
         return -EINVAL;
     int code = reserve(length, PROT_READ | PROT_WRITE, 0, &start);
+    if (code == -ENOMEM)
+        code = reserve(length, PROT_READ | PROT_WRITE, MAP_NORESERVE, &start);
     if (code)
         return code;
     code = advise(start, length);

@@ -158,14 +158,16 @@ def lend_and_measure() -> None:
         held[::2] = [arena.allocate(chunk_bytes) or 0 for _ in held[::2]]
 
 
-def test_an_arena_may_be_larger_than_the_memory_that_the_system_has_now() -> None:
-    """As with ``memory_may_grow``; nothing is touched. A system that allows no overcommitment refuses it."""
+@pytest.mark.parametrize("lends", [True, False])
+def test_an_arena_may_be_larger_than_the_memory_that_the_system_has_now(lends: bool) -> None:
+    """As with ``memory_may_grow``; nothing is touched. A system that allows no overcommitment refuses it. (One that
+    does not lend is that of a model on a GPU.)"""
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
         with pytest.raises(BudgetError, match="overcommit_memory"):
-            Arena(2 * memory)
+            Arena(2 * memory, lends=lends)
     else:
-        arena = Arena(2 * memory)
+        arena = Arena(2 * memory, lends=lends)
         assert arena.capacity_bytes >= 2 * memory - PAGE_BYTES
         arena.close()
 
