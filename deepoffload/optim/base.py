@@ -133,6 +133,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_settings(group)
+        checks.each_once(group["params"])
         for param in group["params"]:
             handle = handle_of(param)
             if handle is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from deepoffload.errors import UsageError
 from deepoffload.native.cpu_adam import StateDType
 
 
@@ -69,3 +71,12 @@ def host_flags(capturable: bool, differentiable: bool) -> None:
     for name, value in (("capturable", capturable), ("differentiable", differentiable)):
         if value:
             raise ValueError(f"{name}=True has no meaning for an update on the host; use {name}=False")
+
+
+def each_once(params: Sequence[Tensor]) -> None:
+    """Raise UsageError for a parameter that a group has twice: torch would step it twice."""
+    if len({id(param) for param in params}) < len(params):
+        raise UsageError(
+            "a parameter is in its group twice, which torch only warns about, and steps it twice then; give each "
+            "parameter once, as model.parameters() does"
+        )

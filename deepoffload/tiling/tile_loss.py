@@ -53,7 +53,8 @@ def _why_not(model: Any, head: Any) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if type(head) not in LAZY:
-        return f"has no nn.Linear as its head, but {'none' if head is None else type(head).__name__}"
+        found = "" if head is None else f", but {type(head).__name__}"
+        return f"has no nn.Linear as its head{found}"
     if model.loss_function is not ForCausalLMLoss:
         loss = model.loss_function
         return f"has another loss than ForCausalLMLoss: {getattr(loss, '__name__', type(loss).__name__)}"

@@ -19,13 +19,13 @@ from deepoffload.io.engine import IoEngine
 from deepoffload.optim.foreign import run_by_run
 from deepoffload.runtime import disk as disk_module
 from tests.checkpoint.durable_model import PLACES, Run
-from tests.optim.deferred import backward
+from tests.optim.deferred import backward, train_on_text
 from tests.optim.deferred import build as small
 from tests.optim.foreign_kinds import CountingAdam, PlainLoop
 from tests.optim.test_foreign import shown, train
 from tests.support.inspect import io_of, is_paged, units_of
-from tests.support.loops import assert_same_bits, weights_of
-from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
+from tests.support.loops import assert_same_bits, nudge, weights_of
+from tests.support.models import TinyGPT, batch, gpt2, mlp, next_token_loss, rows
 from tests.support.paging import EVICTING, RESIDENT, SERIAL, TIGHT, Paging, plain
 
 ADAFACTOR = partial(deepoffload.paged, torch.optim.Adafactor, lr=0.05)
@@ -298,3 +298,35 @@ def test_state_takes_as_many_bytes_as_the_class_has(paging: Paging) -> None:
         vectors = sum(-(-param.numel() // 256) * 256 for param in model.parameters() if param.dim() == 1)
         of_vectors = 4 if make is ADAFACTOR else per_element
         assert of_matrices == matrices * per_element + vectors * of_vectors
+
+
+def test_lora_in_bf16(paging: Paging) -> None:
+    """Frozen weights stay as they are; the adapters follow the master-weight loop."""
+    import peft
+
+    def build() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+        model = peft.get_peft_model(gpt2(n_layer=1), config)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param, std=0.1)
+        return model
+
+    twin = plain(build)
+    masters = {id(param): nn.Parameter(param.detach().clone()) for param in twin.parameters()}
+    for master in masters.values():
+        nudge(master)
+    twin.to(torch.bfloat16)  # in place: the same parameters
+    object.__setattr__(twin, "fp32_masters", masters)
+    model = paging.build(build, replace(TIGHT, precision="bf16"), key="lora")
+    made = torch.optim.AdamW
+    trained = [[param for param in each.parameters() if param.requires_grad] for each in (twin, model)]
+    found = []
+    for each, optimizer in (
+        (twin, PlainLoop(twin, lambda params: made(params, lr=0.01), trained[0])),
+        (model, deepoffload.paged(made, trained[1], lr=0.01)),
+    ):
+        torch.manual_seed(5)
+        found.append((train_on_text(each.train(), optimizer, 5, 2), weights_of(each)))
+    assert_same_bits(*found)
+    assert deepoffload.stats(model)["evictions"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,6 +173,11 @@ def test_settings_and_states_that_do_not_fit(paging: Paging) -> None:
         deepoffload.paged(torch.optim.NAdam, [*params, nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))])
     with pytest.raises(UsageError, match="is a int, not a tensor"):
         deepoffload.paged(torch.optim.NAdam, [3])
+    ordinary = list(mlp(depth=1).parameters())
+    for made in (partial(deepoffload.paged, torch.optim.NAdam), deepoffload.CPUAdamW):
+        for twice in (params + params[:1], ordinary + ordinary[:1]):
+            with pytest.warns(UserWarning, match="duplicate"), pytest.raises(UsageError, match="in its group twice"):
+                made(twice)
     with pytest.raises(AttributeError, match="NAdam has no train"):
         deepoffload.paged(torch.optim.NAdam, params).train()
     optimizer = deepoffload.paged(torch.optim.Adafactor, params)

@@ -293,6 +293,11 @@ def test_what_is_refused(nvme_path: Path) -> None:
         deepoffload.Muon(model, momentum_dtype="8bit")
     with pytest.raises(ValueError, match="momentum must be from 0 to 1, got 2"):
         deepoffload.Muon(model, momentum=2)
+    for wrong in ({"muon_lr": -1.0}, {"adam_lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"eps": -1.0}):
+        with pytest.raises(ValueError, match=r"Invalid|should be >= 0"):
+            deepoffload.Muon(model, **wrong)  # as torch's two classes
+    with pytest.raises(ValueError, match="Adjust learning rate function mine is not supported"):
+        deepoffload.Muon(model, adjust_lr_fn="mine")
     for params in ({"lr": -1}, {"ns_method": "newton"}, {"beta": 1}, {"momentum": 2}):
         with pytest.raises(ConfigError):
             deepoffload.initialize(model=model, config=config_of(nvme_path, {"type": "Muon", "params": params}))

@@ -35,16 +35,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any) -> None:
-        self._muon = torch.optim.Muon([nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="meta"))])
-        self._adamw = torch.optim.AdamW([nn.Parameter(torch.empty(1, dtype=torch.float32, device="meta"))])
+        self._muon, self._adamw = torch.optim.Muon(_nothing()), torch.optim.AdamW(_nothing())
         super().__init__([self._filled(group) for group in params], {})
 
     def _filled(self, group: Any) -> dict[str, Any]:
         if not isinstance(group, dict) or "use_muon" not in group:
             raise UsageError("Muon needs groups that say use_muon=True or False; deepoffload.Muon(model) makes them")
         if not group["use_muon"]:
-            return {**self._adamw.defaults, **ADAM_DEFAULTS, **group}
+            filled = {**self._adamw.defaults, **ADAM_DEFAULTS, **group}
+            torch.optim.AdamW(_nothing(), **{key: filled[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            return filled
         filled = {**self._muon.defaults, **MUON_DEFAULTS, **group}
+        torch.optim.Muon(_nothing(), **{key: filled[key] for key in ("lr", "weight_decay", "momentum", "adjust_lr_fn")})
         if filled["ns_method"] not in NS_METHODS:
             raise ValueError(f"ns_method must be one of {', '.join(NS_METHODS)}, got {filled['ns_method']!r}")
         for each in group["params"]:
@@ -87,6 +89,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             optimizer.step()
         finally:
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+
+
+def _nothing() -> list[nn.Parameter]:
+    """For objects of torch's classes that know and check settings."""
+    return [nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="meta"))]
 
 
 def _matrices(params: Sequence[Tensor], state: Any) -> tuple[list[Tensor], dict[Tensor, dict[str, Tensor]]]:
