@@ -84,8 +84,9 @@ class ActivationHooks:
     def pack(self, tensor: Tensor) -> SavedTensor | SavedActivation:
         if not self._leaves(tensor):
             return SavedTensor(tensor)
-        kept, number = self._store.take(tensor, self._call())
-        return SavedActivation(self._store, kept, number, tensor)
+        with self._store.tiers.lock:  # Ctrl-C comes when it is let go: what has left has its owner by then
+            kept, number = self._store.take(tensor, self._call())
+            return SavedActivation(self._store, kept, number, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         return packed.checked() if type(packed) is SavedTensor else packed.restored()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import deepoffload
 from deepoffload import offload_context, stats
+from deepoffload.activations.copies import HostWay
 from deepoffload.config import parse_config
 from deepoffload.device import Tier
 from deepoffload.errors import BudgetError, ClosedError, ConfigError, IoFailure
@@ -235,3 +236,20 @@ def test_the_key_of_deepspeed() -> None:
     assert parse_config({"activation_checkpointing": {"cpu_checkpointing": False}}).offload_activations is None
     both = parse_config({"activation_checkpointing": {"cpu_checkpointing": True}}, offload_activations="none")
     assert not both.offloads_activations
+
+
+def test_ctrl_c_while_an_activation_leaves_keeps_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the store lets go of its lock. (Before, nobody knew of what had just left, and it stayed.)"""
+    model = build(tmp_path, activation_budget="1MiB")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    real = HostWay.take
+
+    def take(*rest: Any) -> None:
+        interrupt()
+        real(*rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostWay, "take", take)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer, 0)
+    next_steps_are_right(model, optimizer)
