@@ -18,6 +18,9 @@ from deepoffload.params.torch_private import tree_flatten
 ENDINGS = ("MLP", "FeedForward", "FFN")
 """How the classes of MLPs are called."""
 
+MIXING = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
+"""Layers that look at several tokens, as classes called ``...Attention`` and convolutions wider than 1 do."""
+
 
 class TokensInTiles:
     """Stands before the class of a module whose calls are to run in tiles of tokens.
@@ -111,8 +114,8 @@ def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.M
 
     Raises:
         UsageError: ``tiles`` is below 1, nothing is found, or a module is an MLP in another one. A module is tiled
-            already. Nothing has been changed then. UnsupportedError: in its first call, for a module that takes or
-            gives other tensors.
+            already. UnsupportedError: a module has a layer that looks at several tokens. Nothing has been changed
+            then. UnsupportedError also in its first call, for a module that takes or gives other tensors.
 
     Source: TiledMLP of ALST (arXiv 2506.13996).
     """
@@ -133,10 +136,23 @@ def tile_mlp(model: nn.Module, tiles: int = 8, modules: Iterable[str | type[nn.M
         inner = next((other for other in found if other != name and other.startswith(f"{name}." if name else "")), None)
         if inner is not None:
             raise UsageError(f"tile_mlp: {inner} is part of {name or 'the model'}; name one of the two")
+        mixing = next((part for part in module.modules() if _mixes(part)), None)
+        if mixing is not None:
+            raise UnsupportedError(
+                f"tile_mlp: {name or 'the model'} has {type(mixing).__name__}, which looks at several tokens at once, "
+                "and parts of a sequence would change its numbers; leave this module out of modules="
+            )
     for module in found.values():
         module.__class__ = _in_tiles(type(module), tiles)
         mark_careful(module)  # its parts run again in backward, without the windows around it
     return list(found)
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a layer looks at several tokens, as far as its class tells."""
+    sizes = module.kernel_size if isinstance(module, nn.modules.conv._ConvNd) else ()
+    is_attention = type(module).__name__.endswith("Attention")
+    return is_attention or isinstance(module, MIXING) or any(size > 1 for size in sizes)
 
 
 def _checked(modules: Iterable[str | type[nn.Module]]) -> Sequence[str | type[nn.Module]]:

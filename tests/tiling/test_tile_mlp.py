@@ -239,6 +239,14 @@ def test_what_cannot_be_cut_is_refused() -> None:
         deepoffload.tile_mlp(llama(), modules=[3])
     with pytest.raises(UsageError, match="blocks.0.mlp is part of blocks.0"):
         deepoffload.tile_mlp(TinyGPT(), modules=["mlp", "blocks.0"])
+    for layer in (nn.TransformerDecoderLayer(8, 2), nn.LSTM(8, 8), nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8)):
+        mixing = nn.ModuleDict({"mlp": nn.Linear(8, 8), "other": nn.ModuleDict({"mlp": nn.Sequential(layer)})})
+        with pytest.raises(UnsupportedError, match=r"other\.mlp has \w+, which looks at several tokens"):
+            deepoffload.tile_mlp(mixing, 2, "mlp")
+        assert type(mixing["mlp"]) is nn.Linear, "nothing has been changed"
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.self_attn has LlamaAttention"):
+        deepoffload.tile_mlp(llama(**SMALLER["llama"]), 2, ["self_attn"])
+    deepoffload.tile_mlp(nn.Sequential(nn.Conv1d(8, 8, 1)), 2, "0")
     model = with_tiles("llama")
     with pytest.raises(UsageError, match="in tiles already"):
         deepoffload.tile_mlp(model)
