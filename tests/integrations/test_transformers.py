@@ -120,10 +120,12 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("file", ["zero3.json", "ours"])
+@pytest.mark.parametrize("file", ["zero3.json", "ours", "Muon"])
 def test_the_trainer_trains_as_with_a_model_in_memory(file, nvme_path, tmp_path):
-    """With a file of transformers as it is, and with one of which nothing stays in memory."""
+    """With a file of transformers as it is, one of which nothing stays in memory, and an optimizer of another class."""
     said = CONFIG | {"zero_optimization": {"stage": 3}, "host_budget": "1MiB", "nvme_path": str(nvme_path)}
+    if file == "Muon":
+        said |= {"optimizer": {"type": "Muon", "params": {"lr": AUTO}}}
     (tmp_path / "ds.json").write_text(json.dumps(OF_TRAINER.get(file, said)))
 
     def run(paged: bool) -> Any:

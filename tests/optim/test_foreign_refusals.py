@@ -180,6 +180,7 @@ def test_settings_and_states_that_do_not_fit(paging: Paging) -> None:
                 made(twice)
     with pytest.raises(AttributeError, match="NAdam has no train"):
         deepoffload.paged(torch.optim.NAdam, params).train()
+    assert not hasattr(deepoffload.Muon(model), "eval"), "accelerate calls what is there"
     optimizer = deepoffload.paged(torch.optim.Adafactor, params)
     other = deepoffload.paged(torch.optim.RMSprop, mlp(depth=4).parameters())
     other_state = other.state_dict()

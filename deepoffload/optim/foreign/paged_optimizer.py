@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -172,22 +173,29 @@ class PagedOptimizer(HostOptimizer):
 
     # -- modes of schedule-free optimizers -------------------------------------------------------------------------
 
-    def train(self) -> None:
+    # Properties: where the class has no such method, hasattr() says so, which accelerate and transformers ask.
+
+    @property
+    def train(self) -> Callable[[], None]:
         """What the class does before training, parameter by parameter.
 
         Raises:
             AttributeError: the class has no such method.
         """
-        self._call("train")
+        return self._method("train")
 
-    def eval(self) -> None:
+    @property
+    def eval(self) -> Callable[[], None]:
         """What the class does before its weights are looked at, parameter by parameter; raises as :meth:`train`."""
-        self._call("eval")
+        return self._method("eval")
+
+    def _method(self, name: str) -> Callable[[], None]:
+        if not callable(getattr(self._maker.made_class, name, None)):
+            raise AttributeError(f"{self._maker.name} has no {name}()")
+        return partial(self._call, name)
 
     @torch.no_grad()
     def _call(self, method: str) -> None:
-        if not callable(getattr(self._maker.made_class, method, None)):
-            raise AttributeError(f"{self._maker.name} has no {method}()")
         for pager in self._pagers():
             pager.hooks.refuse_between_turns(f"optimizer.{method}()")
             pager.hooks.close_leaked()
