@@ -10,7 +10,7 @@ import pytest
 from tests.support.programs import Programs
 
 MIB = 1 << 20
-ALLOWED_BYTES = 40 * MIB
+ALLOWED_BYTES = 50 * MIB
 """Blocks on their way, pieces that are converted, Python's own objects. One array of the run alone takes more."""
 
 PROGRAM = """
@@ -81,7 +81,7 @@ print(json.dumps({"peaks": peaks, "sums": sums}))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(programs: Programs, tmp_path: Path) -> None:
-    rows = 12_000  # 12 M elements in each of two parameters: 46 MiB per array, 275 MiB in all
+    rows = 14_000  # 14 M elements in each of two parameters: 53 MiB per array, 320 MiB in all
     done = programs.run(PROGRAM, str(tmp_path), str(rows), timeout_s=280)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
