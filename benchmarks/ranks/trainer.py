@@ -75,6 +75,41 @@ class Ddp:
         dist.destroy_process_group()
 
 
+class Plain:
+    """Forward and backward alone: no rank knows of another one, and nothing is updated. So it shows what a machine takes
+    for the same tokens in several processes, whatever these have to tell each other."""
+
+    notes = ""
+
+    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            dist.init_process_group("gloo")  # for the barriers between steps
+        torch.set_default_dtype(torch.bfloat16)
+        self.model = GPT(shape, work["seq"])
+        torch.set_default_dtype(torch.float32)
+        fill(self.model)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model(tokens, targets)
+
+    def backward(self, loss: Tensor, accumulate: int) -> None:
+        (loss / accumulate).backward()
+
+    def update(self, last: bool) -> None:
+        if last:
+            self.model.zero_grad()
+
+    def finish(self) -> None:
+        """Nothing is ever put off."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 class Fsdp(Ddp):
     """FSDP2: fp32 shards, bf16 whole weights, gradients reduced in fp32; optionally ``CPUOffloadPolicy``."""
 
@@ -118,6 +153,7 @@ def deepspeed(shape: Shape, work: dict[str, Any], settings: dict[str, Any], path
 
 SIDES: dict[str, Callable[[Shape, dict[str, Any], dict[str, Any], str], Trainer]] = {
     "ours": ours,
+    "plain": Plain,
     "ddp": Ddp,
     "fsdp": Fsdp,
     "deepspeed": deepspeed,

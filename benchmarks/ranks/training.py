@@ -1,7 +1,8 @@
 """Training on several ranks next to DDP, FSDP2 and DeepSpeed: `python -m benchmarks.ranks training --path DIR`.
 
 Every contender runs in processes of its own, one thread each; in each round all take turns. A step is timed between two
-barriers. Reported are medians over the rounds of the ratio between ours and a peer of the same round.
+barriers. The plain rows are forward and backward alone: what processes take that share nothing, next to one process with
+all their data and threads. Reported are medians over the rounds of the ratio between ours and a peer of the same round.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def cases(host_budget: str) -> dict[str, Case]:
         "ours nvme": Case("ours", {"host_budget": host_budget, "disk": True}),
         "ours nvme guessing": Case("ours", {"host_budget": host_budget, "disk": True, "step_overlap": "speculative"}),
         "ours alone": Case("ours", memory, alone=True),
+        "plain side by side": Case("plain"),
+        "plain alone": Case("plain", alone=True),
         "ddp": Case("ddp"),
         "fsdp": Case("fsdp"),
         "fsdp offload": Case("fsdp", {"offload": True}),
@@ -73,6 +76,7 @@ RATIOS = (
     ("ours memory", "deepspeed 3"),
     ("ours memory", "deepspeed 3 offload"),
     ("ours memory", "ours alone"),
+    ("plain side by side", "plain alone"),
     ("ours nvme", "deepspeed 3 nvme"),
     ("ours nvme guessing", "deepspeed 3 nvme"),
     ("ours nvme guessing", "ours nvme"),
