@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deepoffload.config.collect import shown
 from deepoffload.config.schema import Config, Precision
-from deepoffload.device import Device
+from deepoffload.device import Tier
 from deepoffload.errors import ConfigError, UnsupportedError
 from deepoffload.schedule.cost_model import StepOverlap
 
@@ -43,9 +43,10 @@ def check_several_ranks(config: Config, fields: Mapping[str, object], where: str
         )
     if config.debug.copies:
         raise UnsupportedError(f"{where}debug.copies is not available {several}: ranks show copies as they are")
-    if config.device is not None and not Device.parse(config.device).shares_host_memory:
+    if config.offload_optimizer is Tier.DEVICE:
         raise UnsupportedError(
-            f'{where}device = "{config.device}" is not available {several}: they compute on the CPU; set device = "cpu"'
+            f'{where}offload_optimizer = "device" is not available {several}: each keeps its part of the state on the '
+            'host; set "cpu" or "nvme"'
         )
 
 

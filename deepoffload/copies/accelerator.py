@@ -25,12 +25,14 @@ class ComputeDevice(Protocol):
     Attributes:
         copy_in, copy_out: the streams of copies from host memory and to it.
         locks_host_memory: whether copies run next to computing only from memory that is page-locked for the device.
+        has_memory: whether copies are there in addition to the host's arena.
     """
 
     device: torch.device
     copy_in: Any
     copy_out: Any
     locks_host_memory: bool
+    has_memory: bool
 
     def current(self) -> Any:
         """The stream on which this thread launches what the program computes now."""
@@ -46,6 +48,9 @@ class ComputeDevice(Protocol):
 
     def is_capturing(self) -> bool:
         """Whether what is launched on the current stream is captured into a graph, and not run."""
+
+    def identity(self) -> str | None:
+        """What tells this device from all others of all hosts; None where it does not say."""
 
     def free_bytes(self) -> int:
         """Memory that this process may still take."""
@@ -86,6 +91,7 @@ class Accelerator:
     """
 
     locks_host_memory = True
+    has_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_of(device)
@@ -122,6 +128,12 @@ class Accelerator:
         """Whether what is launched on the current stream is captured into a graph, and not run."""
         asked = getattr(self._module, "is_current_stream_capturing", None)  # not every backend has graphs
         return asked is not None and bool(asked())
+
+    def identity(self) -> str | None:
+        """What tells this device from all others of all hosts; None where it does not say."""
+        asked = getattr(self._module, "get_device_properties", None)
+        found = None if asked is None else getattr(asked(self.device), "uuid", None)
+        return None if found is None else str(found)
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

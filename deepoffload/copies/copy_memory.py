@@ -22,6 +22,7 @@ from deepoffload.copies.gathered import Gathered, SectionPlace
 from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
+from deepoffload.copies.rank_device import await_event
 from deepoffload.copies.residency import Residency
 from deepoffload.copies.scratch import DeviceScratch
 from deepoffload.io.checksums import crc32c
@@ -83,17 +84,27 @@ class CopyMemory:
     def capacity_bytes(self) -> int:
         return self.arena.capacity_bytes
 
+    @property
+    def device_bytes(self) -> int:
+        """As above; 0 where the copies lie in the arena."""
+        return self.capacity_bytes if self.accelerator.has_memory else 0
+
     def is_captured(self) -> bool:
         """Whether the program captures a graph of what it launches now."""
         return self.accelerator.is_capturing()
 
-    def reserve(self, needed_bytes: int, scratch_bytes: int = 0) -> None:
+    def reserve(self, needed_bytes: int, scratch_bytes: int = 0, arriving_bytes: int = 0) -> None:
         """Take the memory now, no more of the budget than ``needed_bytes``, of which ``scratch_bytes`` are for updates
-        there.
+        there. ``arriving_bytes``: of the host's memory, for what comes from other ranks and goes on to the device.
 
         Raises:
             torch.OutOfMemoryError: the device does not have that much in one piece.
+            BudgetError: the host budget has no room for what arrives.
         """
+        arrivals = None if self._gathered is None else self._gathered.arrivals
+        if arrivals is not None and arriving_bytes:
+            with self.tiers.lock:
+                arrivals.reserve(arriving_bytes)
         self.arena.trim(needed_bytes)
         self.arena.bytes()
         if scratch_bytes:
@@ -151,7 +162,8 @@ class CopyMemory:
     def finish_rewrites(self) -> None:
         """Wait until copies that the program has views of show what is stored. Serves other ranks meanwhile."""
         with self.tiers.lock:
-            self._movement.finish_rewrites()
+            if self._movement.from_ranks is not None:
+                self._movement.from_ranks.finish_rewrites()
 
     def release(self, block: Block) -> None:
         with self.tiers.lock:
@@ -187,7 +199,7 @@ class CopyMemory:
         for event in (
             () if copy.rewriting else self._movement.events(copy)
         ):  # it may have been written on another stream
-            current.wait_event(event)
+            await_event(current, event)
         with self._outside_user_modes():
             there = self._movement.shown_bytes(copy)[offset_bytes : offset_bytes + nbytes]
             there = there.cpu()
@@ -285,18 +297,19 @@ class CopyMemory:
     def pump(self, upcoming: Iterable[tuple[int, int]], in_use: set[int] | frozenset[int]) -> None:
         """Start copies of the weights that are used next and are in host memory, as far as there is room."""
         self.transfers.poll()
-        if self._gathered is not None:
-            if not self._gathered.pump():
+        if self._movement.from_ranks is not None:
+            if not self._movement.from_ranks.gathered.pump():
                 return
-            self._movement.finish_rewrites()
+            self._movement.from_ranks.finish_rewrites()
         self._movement.note_ends()
         self._residency.plan(upcoming, in_use)
 
     def evict_all(self, in_use: set[int] | frozenset[int]) -> None:
         """Evict what may be evicted (the tests' strictest mode)."""
         with self.tiers.lock:
-            if self._gathered is not None and self._gathered.pump():
-                self._movement.finish_rewrites()
+            from_ranks = self._movement.from_ranks
+            if from_ranks is not None and from_ranks.gathered.pump():
+                from_ranks.finish_rewrites()
             self._residency.evict_all(in_use)
             self.transfers.end()
 

@@ -38,6 +38,7 @@ class CpuDevice:
     """The CPU, as :class:`~deepoffload.copies.accelerator.ComputeDevice` asks for it."""
 
     locks_host_memory = False
+    has_memory = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -58,6 +59,9 @@ class CpuDevice:
 
     def is_capturing(self) -> bool:
         return False
+
+    def identity(self) -> str | None:
+        return None
 
     def free_bytes(self) -> int:
         """Memory of the machine that is available now."""

@@ -5,6 +5,8 @@ ranks have agreed on it, on every rank. Only then does this rank's shard have to
 others have read it. A rank that has not asked gives its shard and takes nothing.
 
 What the program writes to a copy goes back to the shard as far as this rank owns it.
+
+Ranks give each other what is in host memory. So a copy for a device arrives there first (:class:`Arrivals`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deepoffload.copies.arrivals import Arrivals
 from deepoffload.copies.host_link import HostLink, host_offset
 from deepoffload.copies.rank_device import Coming, GatherFlight, Served
 from deepoffload.copies.rank_link import RankLink
@@ -66,12 +69,17 @@ class _Shown:
 
 
 class Gathered:
-    """The materialiser of blocks that are one rank's shard. Guarded by the tier manager's lock."""
+    """The materialiser of blocks that are one rank's shard. Guarded by the tier manager's lock.
+
+    Attributes:
+        arrivals: where copies for a device arrive; None where the CPU computes, whose copies lie in the arena.
+    """
 
     def __init__(self, host: HostLink, link: RankLink) -> None:
         self._host = host
         self._link = link
         self._tiers = host.tiers
+        self.arrivals = Arrivals(host.tiers) if host.accelerator.has_memory else None
         self._shown: dict[int, _Shown] = {}
 
     @property
@@ -94,14 +102,21 @@ class Gathered:
         """Ask for the whole of a block. Launches nothing, and does not wait.
 
         Args:
-            whole: gets it, uint8, ``(block.shown_nbytes,)``. Nobody else uses that memory before it has arrived.
+            whole: gets it, uint8, ``(block.shown_nbytes,)``. Nobody else uses that memory before it has arrived. On a
+                device nothing comes to it: what has arrived is in ``arrivals``, and is the caller's to send on
+                (``Coming.send``).
 
         Returns:
             The event of its coming.
+
+        Raises:
+            BudgetError: there is not enough memory for it to arrive in.
         """
         shown = self._shown.get(block.id)
         if shown is None:
             raise RuntimeError(f"{block.name} is one rank's part, and nothing says what the ranks call it")
+        if self.arrivals is not None:
+            self.arrivals.check(block)
         coming = Coming(self._link, shown.number, whole)
         self._link.post_gather(shown.number)
         shown.asked.append(coming)
@@ -140,6 +155,8 @@ class Gathered:
             shown.taken[rank] += 1
         tiers.acquire(block)
         try:
+            if coming is not None and self.arrivals is not None:
+                coming.whole = self.arrivals.take(coming, block.shown_nbytes)
             flights = [self._start(shown, section, coming, takers) for section in shown.sections]
         except BaseException:
             tiers.release(block)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from deepoffload.copies.block_copy import BlockCopy
 from deepoffload.copies.fenced_arena import DeviceArena
+from deepoffload.copies.from_ranks import FromRanks
 from deepoffload.copies.gathered import Gathered, is_shard
 from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser, SameBytes, TakesBack
-from deepoffload.copies.rank_device import Coming
+from deepoffload.copies.rank_device import Coming, await_event
 from deepoffload.errors import UnsupportedError
 from deepoffload.memory.block import Alias, Block
 from deepoffload.timeline import Lane
@@ -31,6 +32,9 @@ class Movement:
         materialiser: of blocks that are not stored as they are shown.
         gathered: of blocks that are one rank's part of what is shown.
         outside_user_modes: a context outside of the program's modes, in which bytes are moved.
+
+    Attributes:
+        from_ranks: brings those; None with one rank.
     """
 
     def __init__(
@@ -47,9 +51,10 @@ class Movement:
         self._arena = arena
         self._same_bytes = SameBytes(link)
         self._materialiser = materialiser
-        self._gathered = gathered
-        self._rewriting: list[BlockCopy] = []
         self._outside_user_modes = outside_user_modes
+        self.from_ranks = (
+            None if gathered is None else FromRanks(gathered, link, arena, self.shown_bytes, outside_user_modes)
+        )
         self._used: dict[int, BlockCopy] = {}
 
     # -- uses ------------------------------------------------------------------------------------------------------
@@ -58,11 +63,13 @@ class Movement:
         """What the current stream does from now on with the copy comes after its coming, and before its going."""
         stream = self._accelerator.current()
         self._begin_use(copy, stream)
-        while copy.ready is not None:
-            stream.wait_event(copy.ready)
-            if copy.ready.query():
+        while (ready := copy.ready) is not None:
+            await_event(stream, ready)
+            if copy.ready is not ready:  # it has arrived, and is on its way to the device; or it comes once more
+                continue
+            if ready.query():
                 copy.ready = None
-            elif not isinstance(copy.ready, Coming):  # the stream waits, and the host does not
+            elif not isinstance(ready, Coming):  # the stream waits, and the host does not
                 break
 
     def _begin_use(self, copy: BlockCopy, stream: Any) -> None:
@@ -108,13 +115,13 @@ class Movement:
         return self._materialiser
 
     def _back(self, block: Block) -> TakesBack:
-        return self._gathered if self._gathered is not None and is_shard(block) else self._between(block)
+        return self.from_ranks.gathered if self.from_ranks is not None and is_shard(block) else self._between(block)
 
     def copy_in(self, copy: BlockCopy, after: Iterable[Any] = ()) -> None:
         """Start bringing the host's bytes, when ``after`` has happened. They are leased until that is done. Those of
         other ranks come when all have agreed on that."""
-        if self._gathered is not None and is_shard(copy.block):
-            copy.ready = self._gathered.request(copy.block, self.shown_bytes(copy))
+        if self.from_ranks is not None and is_shard(copy.block):
+            self.from_ranks.ask(copy, after)
             return
         block, stream, there = copy.block, self._accelerator.copy_in, self.shown_bytes(copy)
         self._tiers.acquire(block)
@@ -132,42 +139,12 @@ class Movement:
 
     def rewrite(self, copy: BlockCopy) -> None:
         """The same for a copy that somebody holds views of, who may look at any time. What comes from other ranks is
-        there after :meth:`finish_rewrites`."""
-        if self._gathered is not None and is_shard(copy.block):
-            self._gather_again(copy)
+        there after :meth:`FromRanks.finish_rewrites`."""
+        if self.from_ranks is not None and is_shard(copy.block):
+            self.from_ranks.ask_again(copy)
             return
         self.copy_in(copy, after=self.events(copy))
         self.use(copy)
-
-    def _gather_again(self, copy: BlockCopy) -> None:
-        coming = copy.coming
-        if coming is not None and coming.flight is None:
-            return  # it shows what is stored when it is launched
-        if coming is not None:
-            coming.synchronize()
-        self.copy_in(copy)
-        copy.rewriting = True
-        copy.ready.then = partial(self._rewritten, copy)
-        self._rewriting.append(copy)
-
-    def _rewritten(self, copy: BlockCopy) -> None:
-        copy.rewriting = False
-        self._rewriting.remove(copy)
-        if copy.block.owner is not None:
-            copy.block.owner.rewritten()
-
-    def finish_rewrites(self) -> None:
-        """Wait until copies that the program has views of show what is stored. Serves other ranks meanwhile."""
-        while self._rewriting:
-            self._accelerator.current().wait_event(self._rewriting[0].ready)
-
-    def let_arrive(self, copy: BlockCopy) -> bool:
-        """Wait until a copy that comes from other ranks can go. Serves them meanwhile; False where nobody may."""
-        if copy.coming is not None:
-            if self._gathered is None or not self._gathered.may_serve():
-                return False
-            self._accelerator.current().wait_event(copy.coming)
-        return True
 
     def outdate(self, copy: BlockCopy) -> None:
         """Other bytes are stored from now on. The range stays, so that its addresses do; nothing shows it until it is
@@ -234,7 +211,7 @@ class Movement:
         with self._link.lease_kept(block, stream):
             self._tiers.will_change(block, by_device=True)
             for event in self.events(copy):
-                stream.wait_event(event)
+                await_event(stream, event)
             with self._outside_user_modes(), self._accelerator.on(stream):
                 self._back(block).take_back(block, self.shown_bytes(copy))
             self._begin_use(copy, stream)
@@ -249,9 +226,8 @@ class Movement:
     def free(self, copy: BlockCopy, aliases: list[Alias] | None = None) -> None:
         """Give the range of a copy back, which ``aliases`` still show."""
         self._used.pop(copy.block.id, None)
-        if copy.rewriting:
-            copy.rewriting = False
-            self._rewriting.remove(copy)
+        if self.from_ranks is not None:
+            self.from_ranks.no_longer_rewritten(copy)
         coming = copy.coming
         if coming is not None and coming.flight is None:
             coming.then = partial(self.free, copy, aliases)  # the gather that was asked for comes all the same

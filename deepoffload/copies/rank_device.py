@@ -1,4 +1,4 @@
-"""The CPU as a device on which copies are whole units: each comes by a gather from all ranks.
+"""The coming of whole units from all ranks, and the CPU as a device on which copies are whole units.
 
 Copying is done when a call returns, as on every CPU. Only that coming takes time: it is the one event that may not have
 happened yet.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepoffload.copies.cpu_device import CallOrder, CpuDevice, DoneEvent
+from deepoffload.copies.cpu_device import CpuDevice
 from deepoffload.copies.rank_link import RankLink
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.ranks.exchange import Flight
@@ -61,9 +61,10 @@ class Coming:
     """The event of a whole copy's coming. Guarded by the tier manager's lock.
 
     Attributes:
-        whole: the copy's bytes.
+        whole: the copy's bytes; of one that goes on to a device, where they arrive once it has been launched.
         arrived: it has happened.
         flight: the gather, once it has been launched.
+        send: called when it happens, before ``then``: launches the way from ``whole`` to a device.
         then: called once when it happens.
     """
 
@@ -71,6 +72,7 @@ class Coming:
         self.whole = whole
         self.arrived = False
         self.flight: GatherFlight | None = None
+        self.send: Callable[[], None] | None = None
         self.then: Callable[[], None] | None = None
         self._link = link
         self._number = number
@@ -78,7 +80,10 @@ class Coming:
     def has_arrived(self) -> None:
         """What was gathered is there."""
         self.arrived = True
-        then, self.then = self.then, None
+        send, then = self.send, self.then
+        self.send = self.then = None
+        if send is not None:
+            send()
         if then is not None:
             then()
 
@@ -129,13 +134,13 @@ class Served:
             self._flight.release()
 
 
-class RankOrder(CallOrder):
-    """A stream on which all operations but the coming of copies are done when their call returns."""
-
-    def wait_event(self, event: Any) -> None:
-        """Wait for the coming of a copy; for nothing else."""
-        if isinstance(event, Coming):
-            event.await_served()
+def await_event(stream: Any, event: Any) -> None:
+    """What is launched on ``stream`` from now on comes after ``event``. For the coming of a whole copy the host waits,
+    and serves other ranks meanwhile."""
+    if isinstance(event, Coming):
+        event.await_served()
+    else:
+        stream.wait_event(event)
 
 
 class RankDevice(CpuDevice):
@@ -145,10 +150,10 @@ class RankDevice(CpuDevice):
         tiers: whose arena that is; to be set before copies take their memory.
     """
 
+    has_memory = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.copy_in = self.copy_out = self._current = RankOrder()
-        self._event = DoneEvent()
         self.tiers: TierManager | None = None
 
     def empty(self, nbytes: int) -> Tensor:

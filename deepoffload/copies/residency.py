@@ -203,7 +203,10 @@ class Residency:
     def _evict(self, copy: BlockCopy) -> bool:
         if copy.leases or copy.block.id in self.staying or not copy.may_go():
             return False
-        if not self._movement.let_arrive(copy) or self.copies.get(copy.block.id) is not copy or copy.leases:
+        from_ranks = self._movement.from_ranks
+        if from_ranks is not None and not from_ranks.let_arrive(copy):
+            return False
+        if self.copies.get(copy.block.id) is not copy or copy.leases:
             return False
         if copy.is_dirty():
             self._movement.copy_out(copy)

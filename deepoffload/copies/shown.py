@@ -15,12 +15,14 @@ from deepoffload.memory.tier_manager import TierManager
 
 
 class ShownMemory(Protocol):
-    """What doors, windows and slots ask of the memory that tensors show.
+    """What doors, windows and slots ask of the memory that tensors show. It has many methods, because all of them ask
+    it: each is one question.
 
     Attributes:
         device: where the tensors are.
         on_host: it is the arena; there are no copies of anything.
-        capacity_bytes: the device budget; 0 where the arena is what tensors show.
+        capacity_bytes: of copies; 0 where the arena is what tensors show.
+        device_bytes: the device budget; 0 where copies lie in the arena, too.
     """
 
     device: torch.device
@@ -29,12 +31,16 @@ class ShownMemory(Protocol):
     @property
     def capacity_bytes(self) -> int: ...
 
+    @property
+    def device_bytes(self) -> int: ...
+
     def is_captured(self) -> bool:
         """Whether the program captures a graph of what it launches now."""
 
-    def reserve(self, needed_bytes: int, scratch_bytes: int = 0) -> None:
+    def reserve(self, needed_bytes: int, scratch_bytes: int = 0, arriving_bytes: int = 0) -> None:
         """Take the memory now, and no more of the budget than ``needed_bytes``, of which ``scratch_bytes`` are for
-        updates there. Raises ``torch.OutOfMemoryError``."""
+        updates there. ``arriving_bytes``: of the host's, for what comes from other ranks. Raises
+        ``torch.OutOfMemoryError``, or BudgetError where it is the host's memory that is too small."""
 
     def scratch(self) -> Tensor:
         """What updates in this memory need meanwhile: uint8, to be overwritten by what is launched now."""
@@ -115,6 +121,7 @@ class HostMemory:
 
     on_host = True
     capacity_bytes = 0
+    device_bytes = 0
 
     def __init__(self, tiers: TierManager) -> None:
         self.device = torch.device("cpu")
@@ -127,7 +134,7 @@ class HostMemory:
     def is_captured(self) -> bool:
         return False
 
-    def reserve(self, needed_bytes: int, scratch_bytes: int = 0) -> None:
+    def reserve(self, needed_bytes: int, scratch_bytes: int = 0, arriving_bytes: int = 0) -> None:
         """Nothing to do: the arena is there."""
 
     def scratch(self) -> Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,8 +25,10 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim import outside_gradient
+from deepoffload.optim.contribution import Contribution, ContributionPlan
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
+from deepoffload.optim.gradients_out import GradientsOut
 from deepoffload.optim.lands import Lands, Reading, trained_of
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
@@ -39,59 +40,17 @@ WAIT_S = 5.0
 """A rank waits so long for the others before it moves a contribution out of its slot."""
 
 
-@dataclass(eq=False)
-class _Contribution:
-    """This rank's gradients of a unit, in a slot of the arena or in a block.
-
-    Attributes:
-        memory: where they lie, as transports see it; meaningless while they wait in a block.
-        block: where they lie when their slot was needed for others before their reduction could start.
-        present: numbers of the parameters that it has.
-        missing: how many expected ones it lacks.
-    """
-
-    plan: _Plan
-    offset: int
-    memory: Tensor
-    missing: int
-    present: set[int] = field(default_factory=set)
-    block: Block | None = None
-
-
-@dataclass(eq=False)
-class _Plan:
-    """A unit and what is under way of it, or of its parameters that were unfrozen later: these have another one.
-
-    Attributes:
-        index: by which the ranks know it.
-        block: in which it lands.
-        numbers: of its trained parameters, in the order of the gradient layout.
-        expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
-        open: what is being filled.
-        posted: what has been announced and not been launched, in order.
-        passes: about so often this rank has said that it has no part in a reduction that may not have been launched.
-        used: this backward has made a gradient.
-    """
-
-    index: int
-    unit: Unit
-    block: Block
-    layout: ContributionLayout
-    numbers: dict[ParamHandle, int]
-    expected: frozenset[int]
-    came: set[int] = field(default_factory=set)
-    open: _Contribution | None = None
-    posted: deque[_Contribution] = field(default_factory=deque)
-    passes: int = 0
-    used: bool = False
-
-
 class _Reducing:
     """A reduction that has been launched, as rounds know it. ``given`` is this rank's part in it, if it has one; where
     it ``is_partial``, other ranks may give theirs later."""
 
     def __init__(
-        self, owner: Contributions, plan: _Plan, flight: PartsFlight, given: _Contribution | None, scratch: Tensor
+        self,
+        owner: Contributions,
+        plan: ContributionPlan,
+        flight: PartsFlight,
+        given: Contribution | None,
+        scratch: Tensor,
     ) -> None:
         self._owner = owner
         self.plan, self.flight, self.given, self.scratch = plan, flight, given, scratch
@@ -114,19 +73,22 @@ class Contributions:
     Args:
         link: to the other ranks. Its ``on_reduce`` is set, and ``before_meeting`` gets :meth:`land_launched`.
         gradients: lands parts.
+        out: brings gradients from the device that computes them; None for a CPU.
 
     Attributes:
         wait_s: how long a full slot waits for the other ranks: [Note: contributions that wait].
     """
 
-    def __init__(self, link: RankLink, tiers: TierManager, gradients: Lands) -> None:
+    def __init__(self, link: RankLink, tiers: TierManager, gradients: Lands, out: GradientsOut | None = None) -> None:
         self._link = link
         self._tiers = tiers
         self._gradients = gradients
-        self._plans: dict[int, _Plan] = {}
-        self._plan_of: dict[ParamHandle, _Plan] = {}
+        self._out = out
+        self._plans: dict[int, ContributionPlan] = {}
+        self._plan_of: dict[ParamHandle, ContributionPlan] = {}
         self._slots = ContributionSlots(tiers)
-        self._announced: deque[_Contribution] = deque()  # the posted ones of all units
+        self._leaving: deque[Contribution] = deque()  # complete, and on their way from the device
+        self._announced: deque[Contribution] = deque()  # the posted ones of all units
         self._reducing: deque[_Reducing] = deque()
         self._landed: deque[_Reducing] = deque()  # others may still read this rank's parts in them
         self._is_landing = False
@@ -172,11 +134,11 @@ class Contributions:
         plan = self._plan_of[handle]
         plan.expected |= {plan.numbers[handle]}
 
-    def _add(self, index: int, unit: Unit, block: Block, gradients: ShardLayout) -> _Plan:
+    def _add(self, index: int, unit: Unit, block: Block, gradients: ShardLayout) -> ContributionPlan:
         handles = trained_of(block)
         numbers = {handle: number for number, handle in enumerate(handles)}
         layout = ContributionLayout(gradients, [handle.dtype for handle in handles], self._link.ranks.rank)
-        self._plans[index] = plan = _Plan(index, unit, block, layout, numbers, frozenset())
+        self._plans[index] = plan = ContributionPlan(index, unit, block, layout, numbers, frozenset())
         self._plan_of.update(dict.fromkeys(handles, plan))
         return plan
 
@@ -210,7 +172,8 @@ class Contributions:
         so announced."""
         plan = self._plan_of[handle]
         number = plan.numbers[handle]
-        if self._announced or self._reducing:
+        if self._announced or self._reducing or self._leaving:
+            self._post_left()
             self._link.pump()
             self.poll()
         if plan.open is not None and number in plan.open.present:
@@ -218,7 +181,10 @@ class Contributions:
         contribution = plan.open or self._begin(plan)
         if grad.stride() != handle.stride or grad.is_neg():
             grad = outside_gradient.with_stride(grad, handle)
-        self._slots.put(contribution.offset, plan.layout.stretches(number), grad)
+        if self._out is None:
+            self._slots.put(contribution.offset, plan.layout.stretches(number), grad)
+        else:
+            contribution.sources.append(self._out.put(contribution.offset, plan.layout.stretches(number), grad))
         contribution.present.add(number)
         contribution.missing -= number in plan.expected
         plan.came.add(number)
@@ -237,6 +203,7 @@ class Contributions:
         with self._tiers.lock:
             self._graph_tasks.discard(task)
             self.announce_all(is_over=not in_backward())
+            self._post_left(wait=True)  # the program may wait for other ranks now, which wait for these
             if in_backward():
                 return
             for plan in self._plans.values():
@@ -251,10 +218,10 @@ class Contributions:
             if plan.open is not None:
                 self._announce(plan.open, is_over=is_over)
 
-    def _begin(self, plan: _Plan) -> _Contribution:
+    def _begin(self, plan: ContributionPlan) -> Contribution:
         offset = self._take_slot()
         memory = self._slots.slot(offset, plan.layout)
-        plan.open = _Contribution(plan, offset, memory, len(plan.expected))
+        plan.open = Contribution(plan, offset, memory, len(plan.expected))
         return plan.open
 
     def _take_slot(self) -> int:
@@ -264,6 +231,8 @@ class Contributions:
                 self._await(self._reducing[0])
             elif self._landed:
                 self._await_read()
+            elif self._leaving:
+                self._post_left(wait=True)
             elif self._in_slots():
                 self._await_launch(self._in_slots()[0])
             else:
@@ -277,10 +246,10 @@ class Contributions:
         oldest = self._landed[0]
         SHIELD.outside(self._link.rounds.wait_flight, Reading(oldest.flight), _want(oldest.plan))
 
-    def _in_slots(self) -> list[_Contribution]:
+    def _in_slots(self) -> list[Contribution]:
         return [contribution for contribution in self._announced if contribution.block is None]
 
-    def _await_launch(self, contribution: _Contribution) -> None:
+    def _await_launch(self, contribution: Contribution) -> None:
         """Wait for the launch of a contribution that is in a slot. `[Note: contributions that wait]` It may take long:
         another rank may leave its backward out, and its program wait for this one before it comes to its step. So a
         contribution that has waited for a while goes into a block, which is paged like others, and those after it do
@@ -295,11 +264,30 @@ class Contributions:
         if contribution.block is None:
             SHIELD.outside(self._link.wait_reduced, plan.index)
 
-    def _announce(self, contribution: _Contribution, *, is_over: bool = False) -> None:
+    def _announce(self, contribution: Contribution, *, is_over: bool = False) -> None:
         plan, present = contribution.plan, contribution.present
         plan.open = None
-        coming = {n for n in plan.numbers.values() if self._gradients.adds_up or not (is_over or n in present)}
-        self._slots.seal(contribution.offset, plan.layout, [h.dtype for h in plan.numbers], present, coming)
+        contribution.coming = {
+            n for n in plan.numbers.values() if self._gradients.adds_up or not (is_over or n in present)
+        }
+        if self._out is None:
+            self._post(contribution)
+        else:
+            contribution.left = self._out.mark()
+            self._leaving.append(contribution)
+            self._post_left()
+
+    def _post_left(self, *, wait: bool = False) -> None:
+        """Announce what has come from the device, in the order in which it was completed. ``wait``: all of it."""
+        while self._leaving and (wait or self._leaving[0].left.query()):
+            contribution = self._leaving.popleft()
+            contribution.left.synchronize()
+            contribution.sources.clear()
+            self._post(contribution)
+
+    def _post(self, contribution: Contribution) -> None:
+        plan, dtypes = contribution.plan, [handle.dtype for handle in contribution.plan.numbers]
+        self._slots.seal(contribution.offset, plan.layout, dtypes, contribution.present, contribution.coming)
         plan.posted.append(contribution)
         self._announced.append(contribution)
         self._link.post_reduce(plan.index)
@@ -342,8 +330,9 @@ class Contributions:
             self.land_through(reducing)
 
     def land_launched(self) -> None:
-        """Land all that has been launched."""
+        """Land all that has been launched. What has left the device is announced before."""
         with self._tiers.lock:
+            self._post_left(wait=True)
             while self._reducing:
                 self._await(self._reducing[-1])
             self._release_what_is_read()
@@ -358,11 +347,14 @@ class Contributions:
     def is_under_way(self, unit: Unit) -> bool:
         """Whether gradients of a unit have not landed yet, as far as this rank knows."""
         return any(
-            plan.open is not None or plan.posted or plan.passes or any(one.plan is plan for one in self._reducing)
+            plan.open is not None or plan.posted or plan.passes or any(one.plan is plan for one in self._on_the_way())
             for plan in self._of(unit)
         )
 
-    def _of(self, unit: Unit) -> list[_Plan]:
+    def _on_the_way(self) -> list[Contribution | _Reducing]:
+        return [*self._leaving, *self._reducing]
+
+    def _of(self, unit: Unit) -> list[ContributionPlan]:
         return [self._plans[index] for index in (unit.index, late_index(unit.index)) if index in self._plans]
 
     def settle(self, unit: Unit) -> None:
@@ -371,6 +363,7 @@ class Contributions:
             for plan in self._of(unit):
                 if plan.open is not None:
                     self._announce(plan.open)
+                self._post_left(wait=True)
                 while plan.posted or plan.passes:
                     plan.passes = 0
                     SHIELD.outside(self._link.wait_reduced, plan.index)
@@ -382,6 +375,7 @@ class Contributions:
         under way. It does not say that this rank waits: others would take that to mean that it announces no more, and
         what is held would be added in another order."""
         with self._tiers.lock:
+            self._post_left()
             self._link.pump()
             until = time.monotonic() + limit_s
             with self._link.rounds.judged():
@@ -445,5 +439,5 @@ class Contributions:
                 self._slots.drop(reducing.given.offset, reducing.given.block)
 
 
-def _want(plan: _Plan) -> Want:
+def _want(plan: ContributionPlan) -> Want:
     return Want(WantKind.REDUCE, gradients_number(plan.index))

@@ -26,6 +26,7 @@ from deepoffload.optim.contributions import Contributions
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientOwner, GradientRecord, GradientSlot, GradientState
 from deepoffload.optim.gradients import Gradients
+from deepoffload.optim.gradients_out import GradientsOut
 from deepoffload.optim.lands import owner_of, trained_of
 from deepoffload.optim.rank_in_backward import RankEarlyUpdates
 from deepoffload.optim.rank_state import RankState
@@ -78,7 +79,9 @@ class RankGradients(Gradients):
         self.in_fp32 = True
         self.link = link
         self.ranks = link.ranks
-        self.contributions = Contributions(link, pager.tiers, self)
+        memory = pager.memory
+        out = GradientsOut(memory.link) if isinstance(memory, CopyMemory) and memory.device_bytes else None
+        self.contributions = Contributions(link, pager.tiers, self, out)
         self.stepped: set[ParamHandle] = set()
         self.has_joined = False
         self.met_before: ExitStack | None = None

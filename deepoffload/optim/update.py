@@ -133,13 +133,11 @@ class HostUpdate:
         A unit whose weights or gradients the program has views of is never deferred: it would see old values through
         them. So would a thread that is using them right now. The weights of the others are not shown until
         then, for what comes to them past the doors. No unit is deferred where everything stays in memory: there is
-        nothing to overlap with then. With several ranks that is said of what this rank owns: what is updated at once
-        can be gathered before it is used. Raises what the transfers raise; :meth:`Pager.catch_up_all` resumes with the
+        nothing to overlap with then. Raises what the transfers raise; :meth:`Pager.catch_up_all` resumes with the
         rest then.
         """
         with self.pager.lock:
-            stays = self.memory if self.pager.link is None else self.tiers
-            defer = defer and not stays.all_stay()
+            defer = defer and not self.pager.updates_hide_nothing()
             for unit in self._units:
                 if unit.pending is not self:
                     continue

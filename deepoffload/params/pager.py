@@ -369,6 +369,13 @@ class Pager:
                 self.pump()
                 self.prefetcher.end_of_step()
 
+    def updates_hide_nothing(self) -> bool:
+        """Whether a deferred update would overlap with no transfer: everything stays in memory, where the CPU computes.
+        With several ranks that is said of what this rank owns: what is updated at once can be gathered before it is
+        used."""
+        in_arena = self.link is not None and not self.memory.device_bytes
+        return self.tiers.all_stay() if in_arena else self.memory.all_stay()
+
     def is_fully_resident(self) -> bool:
         """True when an event teaches nothing, because nothing ever moves."""
         return self.memory.all_stay() and self.tiers.timeline is None and not self.life.deaths and not self.evict_always

@@ -52,7 +52,7 @@ class RankGroup:
         self.timeout_s = timeout_s
         self._members = sorted(dist.get_process_group_ranks(parent))
         self._private: list[dist.ProcessGroup] = []
-        self._device_backend = _backends(parent)[device.type]
+        self._device_backend = _backends(parent).get(device.type, "gloo")
         self._control = self.new_private_group("control")
         rank = dist.get_rank(self._control)
         self.ranks = RankMap(rank, tuple(range(len(self._members))))
@@ -135,6 +135,7 @@ def default_world_size() -> int | None:
 
 def open_group(
     device: torch.device,
+    computes_on: torch.device | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     mesh: Any = None,
@@ -143,11 +144,13 @@ def open_group(
     """The ranks that this process trains with; None when it trains alone.
 
     They are those of ``group`` or of a ``mesh`` with one dimension, else those of the default group. If there is none
-    and the environment says that this process is one of several, the default group is started: gloo for a CPU, NCCL
-    for CUDA.
+    and the environment says that this process is one of several, the default group is started: gloo for a CPU, gloo and
+    NCCL for CUDA.
 
     Args:
         device: where the payload's tensors lie.
+        computes_on: on what the program computes, where that is another device: the default group is started for it.
+            A group that the program has started need not know ``device`` then, since our payload has its own groups.
         timeout_s: the limit of every wait in our groups.
 
     Raises:
@@ -160,11 +163,12 @@ def open_group(
     launch = read_launch(os.environ)
     found = _find_group(launch, group, mesh)
     if found is None and launch is not None:
-        _start_default_group(device, launch, timeout_s)
+        _start_default_group(device if computes_on is None else computes_on, launch, timeout_s)
         found = dist.group.WORLD
     if found is None or dist.get_world_size(found) == 1:
         return None
-    _check_backend(found, device)
+    if computes_on is None or computes_on.type == device.type:
+        _check_backend(found, device)
     return RankGroup(found, device, launch, timeout_s)
 
 
@@ -256,6 +260,12 @@ def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
+def _backends_for(device_type: str) -> str:
+    """Those of the default group: of a device that torch knows, and gloo for the CPU."""
+    known = dist.Backend.default_device_backend_map.get(device_type)
+    return "gloo" if known is None else f"cpu:gloo,{device_type}:{known}"
+
+
 def _start_default_group(device: torch.device, launch: Launch, timeout_s: float) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -263,7 +273,7 @@ def _start_default_group(device: torch.device, launch: Launch, timeout_s: float)
             f"WORLD_SIZE={launch.world_size} in the environment, but no {' and no '.join(missing)}: where do the ranks "
             "meet? Start them with torchrun, or call torch.distributed.init_process_group before"
         )
-    backend = DEVICE_BACKENDS.get(device.type) or dist.get_default_backend_for_device(device)
+    backend = DEVICE_BACKENDS.get(device.type) or _backends_for(device.type)
     where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _meeting_point(launch, timeout_s, where)

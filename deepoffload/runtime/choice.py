@@ -74,7 +74,8 @@ class ChosenCut:
 
     ``on_device``: numbers of blocks of optimizer state and of its gradients that live on a device. They are no part of
     the placement where the configuration asks for that. Else the placement has room for them, too.
-    ``copies_bytes``: memory for whole copies of what several ranks store, which is no part of it either.
+    ``copies_bytes``: memory for whole copies of what several ranks store, which is no part of it either: those that
+    tensors show, or where a device computes those on their way there. ``shown_bytes``: for those that tensors show.
     """
 
     cut: Cut
@@ -82,6 +83,7 @@ class ChosenCut:
     placement: Placement
     on_device: list[int]
     copies_bytes: int = 0
+    shown_bytes: int = 0
 
     def content_bytes(self) -> list[int]:
         """What each block stores."""
@@ -96,7 +98,7 @@ class ChosenCut:
 
     def from_other_ranks(self, accumulation_steps: int) -> RankTraffic | None:
         """What a rank gets from the others in a step; None for one rank."""
-        return from_other_ranks(self.cut.division.drafts, self.sizes, self.copies_bytes, accumulation_steps)
+        return from_other_ranks(self.cut.division.drafts, self.sizes, self.shown_bytes, accumulation_steps)
 
     def table(self, host_ranks: int, accumulation_steps: int, rates: LinkRates | None) -> str:
         """The placement for people, with what comes from other ranks. ``rates``: of the link to them, where it is
@@ -187,16 +189,19 @@ def _placed(cutter: Cutter, cut: Cut, config: Config, room: Room, *, with_blocks
     others_bytes = contribution_bytes(drafts, exchange, room.capacity_bytes)
     left_bytes = room.capacity_bytes - others_bytes
     refusal: PlacementError | None = None
-    for copies_bytes in copies.choices(left_bytes):
+    choices = list(copies.arrivals(left_bytes) if room.device_bytes else copies.choices(left_bytes))
+    for copies_bytes in choices:
         rest = replace(room, capacity_bytes=max(left_bytes - copies_bytes, 0))
         try:
             placed = _placed_blocks(cut, sizes, config, rest, with_blocks=with_blocks)
+        except DevicePlacementError:
+            raise
         except PlacementError as error:
             refusal = error
         else:
-            return replace(placed, copies_bytes=copies_bytes)
+            return replace(placed, copies_bytes=copies_bytes, shown_bytes=room.device_bytes or copies_bytes)
     assert refusal is not None, "there is always a choice"
-    raise with_copies(refusal, copies, drafts, exchange, room.capacity_bytes, others_bytes)
+    raise with_copies(refusal, choices[-1], drafts, exchange, room.capacity_bytes, others_bytes)
 
 
 def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room, *, with_blocks: bool) -> ChosenCut:
@@ -207,7 +212,8 @@ def _placed_blocks(cut: Cut, sizes: list[UnitSizes], config: Config, room: Room,
     shares = read_shares(cut) if config.inference and alone else {}
     columns = _columns(cut, sizes, shares)
     asked = config.offload_optimizer is Tier.DEVICE
-    stays = _state_on_device(sizes, room.device_bytes) if asked or _rest_is_for_state(config) else set()
+    may_stay = room.exchange is None and (asked or _rest_is_for_state(config))
+    stays = _state_on_device(sizes, room.device_bytes) if may_stay else set()
     of_updates = np.isin(columns.kinds, [KIND_NUMBERS[kind] for kind in UPDATED_WITH])
     away: Any = of_updates & np.isin(columns.units, [drafts[number].index for number in stays])
     # Where nobody has asked for it, the host has room for all the same: an optimizer may need its state there.
@@ -305,8 +311,8 @@ def _specs(cut: Cut, sizes: Sequence[UnitSizes], stays: set[int], shares: Mappin
 
 def weights_on_device_bytes(sizes: Sequence[UnitSizes]) -> int:
     """Device memory that all weights take, and the largest block of gradients, of which one is there when looked at."""
-    gradients = max((unit.room_bytes(BlockKind.GRADIENT) for unit in sizes), default=0)
-    return sum(unit.room_bytes(BlockKind.WEIGHT) for unit in sizes) + gradients
+    gradients = max((unit.whole_gradient_bytes for unit in sizes), default=0)
+    return sum(unit.whole_weight_bytes for unit in sizes) + gradients
 
 
 def _state_on_device(sizes: Sequence[UnitSizes], device_bytes: int) -> set[int]:

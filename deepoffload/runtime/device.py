@@ -27,10 +27,13 @@ from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.places import RankMap
 from deepoffload.ranks.transport import open_exchange
 from deepoffload.runtime.link_rates import link_rates
 from deepoffload.runtime.plan import ModelPlan
 from deepoffload.timeline import Timeline
+
+CPU = torch.device("cpu")
 
 
 def with_ring(capacity_bytes: int) -> int:
@@ -44,27 +47,44 @@ def with_ring(capacity_bytes: int) -> int:
     return budget_bytes
 
 
-def find_accelerator(config: Config) -> ComputeDevice | None:
-    """What ``config.device`` names, or None for the CPU. Not said: the accelerator that torch sees, if any. With
-    ``debug.copies`` the CPU is a device like the others.
+def device_of(config: Config) -> torch.device:
+    """What ``config.device`` names, perhaps without an index. Not said: the accelerator that torch sees, or the CPU.
+    Starts nothing on it.
+
+    Raises:
+        ConfigError: torch knows no device of this name.
+    """
+    if config.device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return CPU if found is None else torch.device(found.type)
+    if Device.parse(config.device).shares_host_memory:
+        return CPU
+    try:
+        return torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f'device = "{config.device}" is not known to torch; expected "cpu", "cuda", or such as "cuda:1"'
+        ) from error
+
+
+def find_accelerator(config: Config, ranks: RankMap | None = None) -> ComputeDevice | None:
+    """What computes, or None for the CPU. With ``debug.copies`` the CPU is a device like the others.
+
+    Args:
+        ranks: who trains together. Where neither the configuration nor the program says which device, each rank of a
+            host gets another one, and the program's current device becomes that one, as launchers' scripts do it.
 
     Raises:
         ConfigError: torch has no such device here, or knows none of this name.
     """
-    if config.device is not None:
-        if Device.parse(config.device).shares_host_memory:
-            return CpuDevice() if config.debug.copies else None
-        try:
-            device = torch.device(config.device)
-        except RuntimeError as error:
-            raise ConfigError(
-                f'device = "{config.device}" is not known to torch; expected "cpu", "cuda", or such as "cuda:1"'
-            ) from error
-        return Accelerator(device)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
+    device = device_of(config)
+    if device.type == "cpu":
         return CpuDevice() if config.debug.copies else None
-    return Accelerator(found)
+    if device.index is None and ranks is not None and ranks.world_size > 1:
+        number = ranks.host_ranks.index(ranks.rank)
+        if torch.accelerator.current_device_index() == 0 and number < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(number)
+    return Accelerator(device)
 
 
 def open_memory(
@@ -104,6 +124,8 @@ def open_rank_memory(
     space: SwapSpace | None,
     policy: EvictionPolicy,
     group: RankGroup,
+    accelerator: ComputeDevice | None = None,
+    device_bytes: int = 0,
     *,
     transport: str,
     timeout_s: float,
@@ -111,14 +133,16 @@ def open_rank_memory(
     timeline: Timeline | None,
 ) -> tuple[TierManager, CopyMemory, RankLink]:
     """The blocks' books of one of several ranks, the whole copies that tensors show, and the way to the other ranks.
-    Collective. The copies lie in ``arena``, of which :func:`take_device_memory` takes what they get.
+    Collective. The copies lie on ``accelerator``, in at most ``device_bytes``; where the CPU computes in ``arena``, of
+    which :func:`take_device_memory` takes what they get.
 
     Raises:
         ConfigError, UnsupportedError, RankError: as :func:`deepoffload.ranks.transport.open_exchange`.
     """
     exchange = open_exchange(group, transport, num_threads())
     rates = link_rates(group, exchange)
-    device, links = RankDevice(), []
+    links: list[RankLink] = []
+    device = RankDevice() if accelerator is None else accelerator
 
     def join(host: HostLink) -> Gathered:
         links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s, rates=rates, timeline=timeline))
@@ -127,33 +151,35 @@ def open_rank_memory(
     memory = CopyMemory(
         lambda copies: TierManager(arena, space, policy, copies=copies, poison=poison, timeline=timeline),
         device,
-        arena.capacity_bytes,
+        arena.capacity_bytes if accelerator is None else device_bytes,
         outside_user_modes=outside_user_modes,
         storage_at=storage_at,
         join=join,
         poison=poison,
     )
-    device.tiers = memory.tiers
+    if isinstance(device, RankDevice):
+        device.tiers = memory.tiers
     links[0].before_meeting.append(memory.finish_rewrites)
     return memory.tiers, memory, links[0]
 
 
 def take_device_memory(memory: ShownMemory, plan: ModelPlan, landings: DeviceLandings | None) -> None:
-    """Take what the model can use of the device budget; with several ranks, what it has of the host's for whole copies.
-    Nothing to do where tensors show the arena. Where optimizer state lives on the device, ``landings`` gets the kernels
-    that update it.
+    """Take what the model can use of the device budget; with several ranks, what it has of the host's for whole copies,
+    which stay there or go on to a device. Nothing to do where tensors show the arena. Where optimizer state lives on
+    the device, ``landings`` gets the kernels that update it.
 
     Raises:
         BudgetError: the device, or the arena, does not have what the budget says.
     """
     if memory.on_host:
         return
-    if plan.chosen.copies_bytes:
-        memory.reserve(plan.chosen.copies_bytes)
+    whole_bytes = plan.chosen.copies_bytes
+    if not memory.device_bytes:
+        memory.reserve(whole_bytes)
         return
     meanwhile_bytes = scratch_bytes(memory.capacity_bytes) if plan.on_device else 0
     try:
-        memory.reserve(plan.chosen.device_bytes(memory.capacity_bytes), meanwhile_bytes)
+        memory.reserve(plan.chosen.device_bytes(memory.capacity_bytes), meanwhile_bytes, whole_bytes)
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"{memory.device} has no {memory.capacity_bytes} bytes in one piece for weights, as device_budget "

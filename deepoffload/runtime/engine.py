@@ -132,7 +132,7 @@ class Engine:
         config = self.config
         compare_settings(self.agreement, config)
         paths = check_paths(config.nvme_path, config.path_key) if config.nvme_path else []
-        accelerator = find_accelerator(config)
+        accelerator = find_accelerator(config, self.ranks)
         self.budgets = find_budgets(self.agreement, config, paths, accelerator)
         self._grain_bytes = self.budgets.block_bytes
         self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
@@ -168,9 +168,8 @@ class Engine:
         self, arena: Arena, order: UseOrder, accelerator: ComputeDevice | None
     ) -> tuple[TierManager, CopyMemory | None]:
         config, group, space = self.config, self.agreement.group, self._disk.space
-        poison = config.debug.poison
+        poison, device_bytes = config.debug.poison, self.budgets.device_bytes
         if group is None:
-            device_bytes = self.budgets.device_bytes
             return open_memory(arena, space, order, accelerator, device_bytes, poison=poison, timeline=self.timeline)
         self.agreement.gather(None, "its memory")  # what has failed until here is known before the ranks are joined
         tiers, memory, self.link = open_rank_memory(
@@ -178,6 +177,8 @@ class Engine:
             space,
             order,
             group,
+            accelerator,
+            device_bytes,
             transport=config.ranks.transport,
             timeout_s=config.ranks.timeout_s,
             poison=poison,
@@ -285,7 +286,7 @@ class Engine:
             capacity_bytes=capacity_bytes,
             nvme_bytes=self._nvme_bytes(),
             bandwidths=self._disk.bandwidths,
-            device_bytes=0 if self.link is not None else memory.capacity_bytes,
+            device_bytes=memory.device_bytes,
             activations=self.budgets.activations,
         )
 

@@ -13,12 +13,13 @@ from deepoffload.config.resolve import Budgets, resolve_budgets
 from deepoffload.config.units import format_bytes
 from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.device import Device
+from deepoffload.errors import ConfigError
 from deepoffload.io.named_files import durable_path
 from deepoffload.io.probe import Bandwidth
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.schedule.cost_model import Bandwidths
 
-_LEAST = ("host_bytes", "nvme_bytes", "activation_bytes")
+_LEAST = ("device_bytes", "host_bytes", "nvme_bytes", "activation_bytes")
 """Of these all ranks take what the one with the least has."""
 
 
@@ -53,11 +54,33 @@ def find_budgets(
     """
     device = Device.parse("cpu" if accelerator is None else str(accelerator.device))
     free_bytes = 0 if accelerator is None else accelerator.free_bytes()
+    sharing = _sharing(agreement, device, None if accelerator is None else accelerator.identity())
     measured = measure_machine(agreement, paths, durable=config.durability is not None)
-    found = resolve_budgets(
-        replace(config, nvme_path=tuple(paths)), measured, device, free_bytes, host_ranks(agreement)
-    )
+    config = replace(config, nvme_path=tuple(paths))
+    if sharing > 1:
+        said = config.device_budget
+        free_bytes //= sharing
+        config = replace(config, device_budget=None if said is None else said // sharing)
+    found = resolve_budgets(config, measured, device, free_bytes, host_ranks(agreement))
     return agree_on_budgets(agreement, found)
+
+
+def _sharing(agreement: Agreement, device: Device, identity: str | None) -> int:
+    """How many ranks compute on this rank's device: its budget is for all of them.
+
+    Raises:
+        ConfigError: some ranks compute on another kind of device.
+    """
+    if agreement.group is None:
+        return 1
+    everybody: list[tuple[str, str | None]] = agreement.gather((device.kind, identity), "the devices of ranks")
+    other = next((rank for rank, (kind, _) in enumerate(everybody) if kind != everybody[0][0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank 0 computes on {everybody[0][0]} and rank {other} on {everybody[other][0]}: all ranks compute on one "
+            'kind of device. Say device="cpu", or let each see one'
+        )
+    return 1 if identity is None else [found for _, found in everybody].count(identity)
 
 
 def agree_on_budgets(agreement: Agreement, budgets: Budgets) -> Budgets:

@@ -55,7 +55,8 @@ def _budget(
         for held in (kept, {**kept, BlockKind.WEIGHT: every}):
             while (needed_bytes := kept_bytes + _needed_bytes(cutter, config, room, held, budget_bytes)) > budget_bytes:
                 budget_bytes = needed_bytes
-            found.append(budget_bytes if pager.memory.on_host else with_ring(budget_bytes))
+            has_ring = not pager.memory.on_host and pager.link is None
+            found.append(with_ring(budget_bytes) if has_ring else budget_bytes)
         return EnoughBytes(*found)
 
 

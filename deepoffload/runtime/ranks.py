@@ -8,20 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from deepoffload.config import Config
-from deepoffload.errors import ConfigError, DeepOffloadError, UnsupportedError
+from deepoffload.errors import ConfigError, DeepOffloadError
 from deepoffload.ranks.group import RankGroup, default_world_size, open_group, world_size_of
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.announce import announce
-from deepoffload.runtime.device import find_accelerator
+from deepoffload.runtime.device import CPU, device_of
 
 log = logging.getLogger("deepoffload")
 
 LOCAL = "local"
-
-CPU = torch.device("cpu")
 
 TELL_S = 30.0
 """How long a rank that fails before it meets the others waits for them, to tell them."""
@@ -87,7 +83,6 @@ class RankChoice:
 
         Raises:
             ConfigError, UsageError, RankError: as :func:`deepoffload.ranks.group.open_group`.
-            UnsupportedError: several ranks, and they compute on something else than the CPU.
         """
         if self._is_local:
             _say_what_is_local(config)
@@ -95,13 +90,8 @@ class RankChoice:
         if self.world_size == 1:
             _refuse_unknown_meeting()
             return None
-        accelerator = find_accelerator(config)
-        if accelerator is not None:
-            raise UnsupportedError(
-                f"{self.world_size} ranks: they compute on the CPU only, and this would be {accelerator.device}. Say "
-                'device="cpu", or train with one process'
-            )
-        opened = open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
+        device = device_of(config)
+        opened = open_group(CPU, device, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
         if opened is not None:
             opened.values_of_rank_0 = self._values_of_rank_0
         return opened

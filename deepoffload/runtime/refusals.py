@@ -67,7 +67,7 @@ class Refusals:
             capacity_bytes=self._capacity_bytes,
             nvme_bytes=self._nvme_bytes,
             bandwidths=self._bandwidths,
-            device_bytes=0 if self._pager.link is not None else self._pager.memory.capacity_bytes,
+            device_bytes=self._pager.memory.device_bytes,
             alignment_bytes=self._pager.alignment_bytes,
             link=self._pager.link,
         )

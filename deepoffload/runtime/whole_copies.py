@@ -39,6 +39,13 @@ def contribution_bytes(drafts: Iterable[UnitDraft], exchange: TransferSizes, hos
     return sizes.slots * round_up(sizes.slot_bytes) + sizes.scratches * round_up(sizes.scratch_bytes)
 
 
+ARRIVING = 4
+"""So many copies of the largest block may be on their way to a device at once: one comes from the ranks while others
+wait for the device, and for the bus."""
+ARRIVALS_SHARE = 8
+"""They get at most this part of the budget, where the least that works is not more."""
+
+
 @dataclass(frozen=True)
 class CopySizes:
     """What whole copies need, for one cut of a model.
@@ -47,11 +54,13 @@ class CopySizes:
         least_bytes: those of the largest call of a module, and the largest gradient, which the program may look at.
         most_bytes: those of all weights, and that gradient.
         stored_bytes: all blocks that the rank stores.
+        largest_bytes: the largest copy of one block.
     """
 
     least_bytes: int
     most_bytes: int
     stored_bytes: int
+    largest_bytes: int = 0
 
     @classmethod
     def of(cls, sizes: Sequence[UnitSizes], window_bytes: Iterable[int]) -> CopySizes:
@@ -62,7 +71,16 @@ class CopySizes:
             max([largest_bytes, *window_bytes]) + gradient_bytes,
             sum(unit.whole_weight_bytes for unit in sizes) + gradient_bytes,
             sum(block.room_bytes * block.count for unit in sizes for block in unit.blocks),
+            max(largest_bytes, gradient_bytes),
         )
+
+    def arrivals(self, capacity_bytes: int) -> Iterator[int]:
+        """How many bytes of ``capacity_bytes`` copies may get that go on to a device, the best choice first, the least
+        one last."""
+        wanted = min(ARRIVING * self.largest_bytes, capacity_bytes // ARRIVALS_SHARE // PAGE_BYTES * PAGE_BYTES)
+        if wanted > self.largest_bytes:
+            yield wanted
+        yield self.largest_bytes
 
     def choices(self, capacity_bytes: int) -> Iterator[int]:
         """How many bytes copies may get of ``capacity_bytes``, the best choice first, the least one last."""
@@ -106,7 +124,7 @@ def in_words(traffic: RankTraffic, rates: LinkRates | None) -> str:
 
 def with_copies(
     error: PlacementError,
-    copies: CopySizes,
+    copies_bytes: int,
     drafts: Sequence[UnitDraft],
     exchange: TransferSizes,
     capacity_bytes: int,
@@ -115,19 +133,20 @@ def with_copies(
     """The same error, naming a budget that holds copies and contributions, too.
 
     Args:
+        copies_bytes: the least that copies need.
         capacity_bytes: the rank's budget, which is too small.
         least_bytes: what contributions take of it.
     """
     if error.enough_bytes is None:
         return error
-    others_bytes = copies.least_bytes + least_bytes
+    others_bytes = copies_bytes + least_bytes
     for _ in range(64):  # a larger budget has more slots, never for more than a part of it
         enough_bytes = error.enough_bytes + others_bytes
-        others_now = copies.least_bytes + contribution_bytes(drafts, exchange, enough_bytes)
+        others_now = copies_bytes + contribution_bytes(drafts, exchange, enough_bytes)
         if others_now <= others_bytes:
             break
         others_bytes = others_now
-    left_bytes = max(capacity_bytes - least_bytes - copies.least_bytes, 0)
+    left_bytes = max(capacity_bytes - least_bytes - copies_bytes, 0)
     text = str(error).replace(
         f" ({left_bytes} bytes)",
         f" ({left_bytes} bytes), which is what whole copies of units and gradients on their way to other ranks leave "

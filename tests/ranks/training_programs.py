@@ -60,6 +60,7 @@ class Job:
         state: the optimizer's state is looked at, too.
         accumulates: with ``deepoffload.accumulate``. The one process has an ordinary loop.
         forward_wait_s: what rank 0 has waited for its disk in each forward, as the counters say.
+        device: on which the model computes: ``"simgpu"`` or the CPU.
     """
 
     model: str = "gpt"
@@ -78,6 +79,7 @@ class Job:
     state: bool = False
     accumulates: bool = False
     forward_wait_s: float = 0.0
+    device: str = "cpu"
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,17 +98,17 @@ class Trained:
 
 
 def digest(tensor: Tensor) -> str:
-    plain = tensor.detach().contiguous().clone().reshape(-1)
+    plain = tensor.detach().cpu().contiguous().clone().reshape(-1)
     return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if plain.numel() else ""
 
 
-def loss_of(model: nn.Module, name: str, seed: int) -> Tensor:
+def loss_of(model: nn.Module, name: str, seed: int, device: str = "cpu") -> Tensor:
     """The loss of one micro-batch of one rank, whose dropout is that of its seed."""
     torch.manual_seed(seed)
     if name.startswith("gpt") and name != "gpt2":
-        return next_token_loss(model, batch(seed))
+        return next_token_loss(model, batch(seed).to(device))
     inputs = translation(seed) if name == "t5" else language(seed)
-    return model(**inputs).loss
+    return model(**{key: value.to(device) for key, value in inputs.items()}).loss
 
 
 class Ordered(nn.Module):
@@ -159,7 +161,7 @@ def evaluate_on_rank_0(model: nn.Module, job: Job, step: int) -> list[float]:
     found: list[float] = []
     if os.environ["RANK"] == "0":
         with torch.no_grad():
-            found = [float(loss_of(model, job.model, 999 + step + number)) for number in range(2)]
+            found = [float(loss_of(model, job.model, 999 + step + number, job.device)) for number in range(2)]
     if dist.is_initialized():
         dist.barrier()
     return found
@@ -235,6 +237,11 @@ LEAST = "8KiB"
 
 def build(job: Job, path: str | None) -> tuple[nn.Module, Any]:
     config = dict(job.config)
+    if job.device != "cpu":
+        from tests.support.simulated_gpu import install
+
+        install()
+        config["device"] = job.device
     if path is not None and config.get("nvme_budget"):
         config["nvme_path"] = path
     try:
@@ -293,7 +300,9 @@ def train(job: Job, path: str | None = None) -> Trained:
     for step in range(job.steps):
         if job.accumulates and world_size > 1:
             seeds = [10_000 * step + 100 * micro + rank for micro in range(job.micro_batches)]
-            losses = deepoffload.accumulate(model, seeds, lambda model, seed: loss_of(model, job.model, seed))
+            losses = deepoffload.accumulate(
+                model, seeds, lambda model, seed: loss_of(model, job.model, seed, job.device)
+            )
             found.losses += [float(loss) for loss in losses]
         for micro in range(0 if job.accumulates and world_size > 1 else job.micro_batches):
             if early is not None:
@@ -302,7 +311,7 @@ def train(job: Job, path: str | None = None) -> Trained:
                 called = model if job.uneven is None else UNEVEN[job.uneven](model, step, reader)
                 overflows = step in job.overflows and reader == job.data_ranks - 1
                 with spoiled_embedding(model) if overflows else nullcontext():
-                    loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader)
+                    loss = loss_of(called, job.model, 10_000 * step + 100 * micro + reader, job.device)
                 if rank == 0:
                     pager_of(model).tiers.counters.wait_s += job.forward_wait_s
                 (loss * job.scale / job.micro_batches).backward()

@@ -138,8 +138,7 @@ class Speculation:
 
     def _complete(self, unit: Unit) -> None:
         """All gradients of a unit have landed."""
-        stays = self._pager.memory if self._pager.link is None else self._pager.tiers
-        if stays.all_stay() and not self.in_memory:
+        if self._pager.updates_hide_nothing() and not self.in_memory:
             return
         handles = [other for other in unit.handles if self._is_trained(other)]
         owners = {id(owner): owner for owner in map(self._owner, handles)}

@@ -1,0 +1,64 @@
+"""What is known of a rank's gradients of one unit on their way to the ranks that own them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from deepoffload.memory.block import Block
+from deepoffload.optim.contribution_layout import ContributionLayout
+from deepoffload.params.unit import ParamHandle, Unit
+
+
+@dataclass(eq=False)
+class Contribution:
+    """This rank's gradients of a unit, in a slot of the arena or in a block.
+
+    Attributes:
+        memory: where they lie, as transports see it; meaningless while they wait in a block.
+        block: where they lie when their slot was needed for others before their reduction could start.
+        present: numbers of the parameters that it has. coming: of those that this rank may give more of.
+        missing: how many expected ones it lacks.
+        sources: gradients on a device from which it is copied. left: the event of the end of that, once it is complete.
+    """
+
+    plan: ContributionPlan
+    offset: int
+    memory: Tensor
+    missing: int
+    present: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
+    block: Block | None = None
+    sources: list[Tensor] = field(default_factory=list)
+    left: Any = None
+
+
+@dataclass(eq=False)
+class ContributionPlan:
+    """A unit and what is under way of it, or of its parameters that were unfrozen later: these have another one.
+
+    Attributes:
+        index: by which the ranks know it.
+        block: in which it lands.
+        numbers: of its trained parameters, in the order of the gradient layout.
+        expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
+        open: what is being filled.
+        posted: what has been announced and not been launched, in order.
+        passes: about so often this rank has said that it has no part in a reduction that may not have been launched.
+        used: this backward has made a gradient.
+    """
+
+    index: int
+    unit: Unit
+    block: Block
+    layout: ContributionLayout
+    numbers: dict[ParamHandle, int]
+    expected: frozenset[int]
+    came: set[int] = field(default_factory=set)
+    open: Contribution | None = None
+    posted: deque[Contribution] = field(default_factory=deque)
+    passes: int = 0
+    used: bool = False
