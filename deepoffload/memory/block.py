@@ -79,6 +79,7 @@ class Block:
         shown_nbytes: what the program is shown of it: what the forms reach to, where no more is said.
         room_bytes: what it takes in the arena, whole pages. Blocks of about the same size take the same, so that each
             fits where another was.
+        is_brief: whether it will be gone at the end of the step, and is hardly ever used before.
         copying: how many copies between host memory and a device's are in flight from or to it; until they have ended
             the bytes neither move nor change.
     """
@@ -91,6 +92,7 @@ class Block:
         "forms",
         "_forms_nbytes",
         "room_bytes",
+        "is_brief",
         "state",
         "offset",
         "extent",
@@ -120,6 +122,7 @@ class Block:
         self.forms = forms
         self._forms_nbytes = shown_bytes(forms) if shown_nbytes is None else shown_nbytes
         self.room_bytes = nbytes
+        self.is_brief = False
         self.state = BlockState.EMPTY
         self.offset: int | None = None
         self.extent: Extent | None = None

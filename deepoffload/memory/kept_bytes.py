@@ -152,7 +152,7 @@ class KeptBytes:
         """An empty one, leased."""
         tiers = self._tiers
         journal = tiers.create(f"{block.name} before its update", block.kind, block.nbytes)
-        journal.room_bytes = block.room_bytes
+        journal.room_bytes, journal.is_brief = block.room_bytes, True
         if block.id not in self._spare:
             tiers.keep(journal)
         try:
@@ -161,6 +161,19 @@ class KeptBytes:
             tiers.remove(journal)
             raise
         return journal
+
+    def drop_new(self) -> None:
+        """The part of :meth:`restore` that takes no memory: the rest has all memory that it gives back."""
+        for kept in list(self._kept):
+            if kept.journal is None:
+                self._back_to_extent(kept.block, kept.extent)
+                self._kept.remove(kept)
+
+    def fetch_journals(self) -> None:
+        """Begin to read those that are on NVMe, as far as memory has room."""
+        for kept in self._kept:
+            if kept.journal is not None:
+                self._tiers.prefetch(kept.journal)
 
     def restore(self) -> None:
         """The blocks hold again what they held. To be called again where it fails: what is restored stays so.

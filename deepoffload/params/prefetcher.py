@@ -16,6 +16,10 @@ from deepoffload.schedule.victims import choose_victim
 WRITE_BEHIND_SHARE = 0.5
 """At most this share of the arena may be in flight to NVMe without anybody waiting for it."""
 
+BRIEF_SHARE = 0.5
+"""At most this share of the memory for what comes and goes is held by blocks that will be gone at the end of the step,
+so that they are not written."""
+
 EXTRA_VICTIMS_MAX = 3
 """How many blocks leave for a prefetch beyond those that make room enough, when that room is in pieces."""
 
@@ -139,10 +143,20 @@ class Prefetcher:
                 break
         return tiers.prefetch(block, compact=True)
 
+    def _to_write(self, dirty: list[Block]) -> list[int]:
+        """Without the brief ones, as far as these may stay: the newest, which have the rest of the step before them."""
+        left_bytes = BRIEF_SHARE * self._lookahead_bytes
+        staying: set[int] = set()
+        for block in reversed(dirty):
+            if block.is_brief and block.room_bytes <= left_bytes:
+                left_bytes -= block.room_bytes
+                staying.add(block.id)
+        return [block.id for block in dirty if block.id not in staying]
+
     def _write_behind(self, in_use: set[int] | frozenset[int]) -> None:
         """Start writing dirty blocks that nobody uses and that will have to leave."""
         tiers = self._tiers
-        dirty = [block.id for block in tiers.passing(BlockState.DIRTY) if block.id not in in_use]
+        dirty = self._to_write([block for block in tiers.passing(BlockState.DIRTY) if block.id not in in_use])
         budget = tiers.arena.capacity_bytes * WRITE_BEHIND_SHARE - tiers.in_flight_bytes(BlockState.WRITING)
         if not dirty or budget <= 0:
             return

@@ -82,3 +82,33 @@ def test_in_turn_with_its_journal(make_rig: Callable[..., Rig], outcome: str, st
             tiers.acquire(block)
             assert held(tiers, block) == (after if outcome == "right" else before)
             tiers.release(block)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_undone_in_parts(make_rig: Callable[..., Rig], ahead: bool) -> None:
+    """What is new goes first, then journals come from NVMe, as many as there is memory for; all is as it was."""
+    tiers = make_rig(16 * PAGE_BYTES).tiers
+    with tiers.lock:
+        moves, stays = filled(tiers, 1), filled(tiers, 2)
+        tiers.keep(stays)
+        assert tiers.evict(moves)
+        kept = KeptBytes(tiers, [moves, stays], 1)
+        for block in (moves, stays):
+            tiers.acquire(block)
+            kept.will_change(block)
+            ctypes.memset(tiers.address(block), 9, NBYTES)
+            kept.changed(block)
+            tiers.release(block)
+        (journal,) = (block for block in tiers.blocks() if block not in (moves, stays))
+        assert journal.is_brief and tiers.evict(journal)
+        if ahead:
+            kept.drop_new()
+            assert not moves.resident and tiers.has_bytes(moves) and tiers.arena.used_bytes == 3 * PAGE_BYTES
+            kept.drop_new()
+            kept.fetch_journals()
+            assert tiers.counters.prefetches == 1
+        kept.restore()
+        tiers.acquire(moves)
+        assert held(tiers, moves) == bytes([1]) * NBYTES and held(tiers, stays) == bytes([2]) * NBYTES
+        tiers.release(moves)
+        assert set(tiers.blocks()) == {moves, stays}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepoffload.memory.block import Block
@@ -11,6 +11,9 @@ from deepoffload.memory.kept_bytes import KeptBytes
 from deepoffload.optim.rule import Rule, UpdateJob
 from deepoffload.optim.update import HostUpdate
 from deepoffload.params.unit import ParamHandle, Unit
+
+UNDONE_AHEAD = 4
+"""While one guess is undone, what so many need is read."""
 
 
 class GuessState(enum.Enum):
@@ -101,14 +104,23 @@ class Guess:
         self.unit.pending = None
         return self._kept.forget()
 
+    def begin_undo(self) -> None:
+        """What :meth:`apply` does without a transfer and without memory. Under the pager's lock."""
+        if self.state is GuessState.MADE:
+            self.state = GuessState.MAKING  # until all is undone it can no longer be right
+        self._kept.drop_new()
+
+    def fetch_kept(self) -> None:
+        """Begin to read what :meth:`apply` will need."""
+        self._kept.fetch_journals()
+
     def apply(self, unit: Unit) -> None:
         """Undo it (the name is that of every pending update). Under the pager's lock.
 
         Raises:
             IoFailure, BudgetError: a journal cannot be brought back from NVMe. The next call tries again.
         """
-        if self.state is GuessState.MADE:
-            self.state = GuessState.MAKING  # until all is undone it can no longer be right
+        self.begin_undo()
         self._kept.restore()
         self.update.memory.refresh(unit.weights)
         self._become(GuessState.UNDONE)
@@ -135,3 +147,13 @@ class Guess:
         if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"the guess of {self.unit.name}: no transition from {self.state.name} to {state.name}")
         self.state = state
+
+
+def undo_all(guesses: Sequence[Guess]) -> None:
+    """Undo them, with as many transfers at a time as there is memory for."""
+    for guess in guesses:
+        guess.begin_undo()
+    for number, guess in enumerate(guesses):
+        for later in guesses[number : number + UNDONE_AHEAD]:
+            later.fetch_kept()
+        guess.apply(guess.unit)

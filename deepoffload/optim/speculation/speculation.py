@@ -28,7 +28,7 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native.aio import round_up
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rule import UpdateJob
-from deepoffload.optim.speculation.guess import Guess, GuessedStep
+from deepoffload.optim.speculation.guess import Guess, GuessedStep, undo_all
 from deepoffload.optim.speculation.last_gradients import LastGradients
 from deepoffload.optim.speculation.port import GuessingOptimizer
 from deepoffload.optim.speculation.room_guard import RoomGuard
@@ -305,10 +305,13 @@ class Speculation:
             step.wrong |= step.spoiled or factor is None or sample != _of_unit(unit, jobs, factor)
         self._is_settling = True
         try:
-            for guess in self._standing():
-                mine = guess.optimizer is optimizer or any(handle in jobs for handle in guess.unit.handles)
-                if mine and (factor is None or not guess.is_right(_of_unit(guess.unit, jobs, factor), optimizer.rule)):
-                    guess.apply(guess.unit)
+            wrong = [
+                guess
+                for guess in self._standing()
+                if (guess.optimizer is optimizer or any(handle in jobs for handle in guess.unit.handles))
+                and (factor is None or not guess.is_right(_of_unit(guess.unit, jobs, factor), optimizer.rule))
+            ]
+            undo_all(wrong)
         finally:
             self._is_settling = False
 
