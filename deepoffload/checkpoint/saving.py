@@ -179,6 +179,8 @@ class Save:
             with outside_user_modes():
                 self._cut.copy_memory()
         self.copying.freeze(self._cut, pagers)
+        if self._task is not None:
+            self._task.goes_on = True
 
     def run(self) -> str:
         """Write everything and publish it; returns its folder. On no rank before it is there.
@@ -216,6 +218,8 @@ class Save:
 
     def abandon(self) -> None:
         """Give everything back, and remove what was written and not published. Idempotent."""
+        if self._task is not None:
+            self._task.end()
         try:
             self.copying.end()
         finally:

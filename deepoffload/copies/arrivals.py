@@ -6,7 +6,9 @@ launched before on every rank: it comes without anybody's program.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,18 @@ from deepoffload.errors import BudgetError
 from deepoffload.memory.arena import Ranges
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
+from deepoffload.timeline import Lane
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A copy that goes on to the device. ``offset``: of its range. ``event``: the end of that."""
+
+    offset: int
+    event: Any
+    name: str
+    nbytes: int
+    begin_s: float
 
 
 class Arrivals:
@@ -29,7 +43,7 @@ class Arrivals:
         self._ranges: Ranges | None = None
         self._start = 0
         self._arriving: dict[Coming, int] = {}
-        self._leaving: deque[tuple[Any, int]] = deque()
+        self._leaving: deque[_Leaving] = deque()
 
     def reserve(self, nbytes: int) -> None:
         """Take this memory, for good. Once.
@@ -57,13 +71,12 @@ class Arrivals:
         if ranges is None:
             raise RuntimeError("no memory is reserved for what arrives from other ranks")
         while True:
-            while self._leaving and self._leaving[0][0].query():
-                ranges.free(self._leaving.popleft()[1])
+            self.poll()
             offset = ranges.allocate(nbytes)
             if offset is not None:
                 break
             if self._leaving:
-                self._leaving[0][0].synchronize()
+                self._leaving[0].event.synchronize()
             elif self._arriving:
                 next(iter(self._arriving)).synchronize()
             else:
@@ -76,6 +89,16 @@ class Arrivals:
         """Where in the arena it has arrived."""
         return self._start + self._arriving[coming]
 
-    def sent(self, coming: Coming, event: Any) -> None:
+    def sent(self, coming: Coming, event: Any, name: str) -> None:
         """It is used no more when ``event`` has happened."""
-        self._leaving.append((event, self._arriving.pop(coming)))
+        begin_s, nbytes = time.perf_counter(), coming.whole.numel()
+        self._leaving.append(_Leaving(self._arriving.pop(coming), event, name, nbytes, begin_s))
+
+    def poll(self) -> None:
+        """Have the memory back of what has left."""
+        while self._ranges is not None and self._leaving and self._leaving[0].event.query():
+            gone = self._leaving.popleft()
+            self._ranges.free(gone.offset)
+            if self._tiers.timeline is not None:
+                now_s = time.perf_counter()
+                self._tiers.timeline.add(Lane.TO_DEVICE, gone.name, gone.begin_s, now_s, gone.nbytes)

@@ -58,7 +58,7 @@ class FromRanks:
         with self._outside_user_modes(), self._accelerator.on(stream):
             self._link.bring(there, arrivals.offset_of(coming))
         done = self._accelerator.event(stream)
-        arrivals.sent(coming, done)
+        arrivals.sent(coming, done, copy.block.name)
         self._link.transfers.in_bytes += there.numel()
         for one in used:  # the program has views of it, and may use them there
             one.wait_event(done)

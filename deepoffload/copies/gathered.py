@@ -143,6 +143,8 @@ class Gathered:
         if self._link.is_held:
             return False
         self._link.pump()
+        if self.arrivals is not None:
+            self.arrivals.poll()
         return True
 
     def launch(self, shown: _Shown, takers: tuple[int, ...]) -> GatherFlight:

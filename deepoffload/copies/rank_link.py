@@ -335,7 +335,7 @@ class RankLink:
 
     def _gathered(self, mine: bytes) -> bytes:
         """The bytes of all ranks, one after the other; each gives as many."""
-        gathered = torch.empty(self.ranks.world_size * len(mine), dtype=torch.uint8)
+        gathered = torch.empty(self.ranks.world_size * len(mine), dtype=torch.uint8, device="cpu")
         part = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self._finish(lambda: start_all_gather(as_bytes(gathered), part, self._sums))
         return gathered.numpy().tobytes()

@@ -22,7 +22,8 @@ class Contribution:
         block: where they lie when their slot was needed for others before their reduction could start.
         present: numbers of the parameters that it has. coming: of those that this rank may give more of.
         missing: how many expected ones it lacks.
-        sources: gradients on a device from which it is copied. left: the event of the end of that, once it is complete.
+        sources: gradients on a device from which it is copied, since ``begin_s``.
+        left: the event of the end of that, once it is complete.
     """
 
     plan: ContributionPlan
@@ -33,6 +34,7 @@ class Contribution:
     coming: set[int] = field(default_factory=set)
     block: Block | None = None
     sources: list[Tensor] = field(default_factory=list)
+    begin_s: float = 0.0
     left: Any = None
 
 

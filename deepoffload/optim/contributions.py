@@ -35,6 +35,7 @@ from deepoffload.params.torch_private import call_at_end_of_backward, graph_task
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.rounds import Want, WantKind
+from deepoffload.timeline import Lane
 
 WAIT_S = 5.0
 """A rank waits so long for the others before it moves a contribution out of its slot."""
@@ -184,6 +185,7 @@ class Contributions:
         if self._out is None:
             self._slots.put(contribution.offset, plan.layout.stretches(number), grad)
         else:
+            contribution.begin_s = contribution.begin_s or time.perf_counter()
             contribution.sources.append(self._out.put(contribution.offset, plan.layout.stretches(number), grad))
         contribution.present.add(number)
         contribution.missing -= number in plan.expected
@@ -282,6 +284,10 @@ class Contributions:
         while self._leaving and (wait or self._leaving[0].left.query()):
             contribution = self._leaving.popleft()
             contribution.left.synchronize()
+            if self._tiers.timeline is not None:
+                nbytes, end_s = sum(source.numel() for source in contribution.sources), time.perf_counter()
+                name = contribution.plan.unit.name
+                self._tiers.timeline.add(Lane.FROM_DEVICE, name, contribution.begin_s, end_s, nbytes)
             contribution.sources.clear()
             self._post(contribution)
 

@@ -3,11 +3,15 @@
 The ranks tell each other by the store what each gives, or what it has failed with. Who waits here enters no rounds; the
 thread that sleeps in the rank answers for it, as while a program is in its own barrier. An error ends the task, and not
 the training: all ranks raise it, and may go on.
+
+A task may go on in a thread, as a save does for which the program does not wait. Then what its rank has said stays until
+all ranks have ended it, whatever they do together meanwhile.
 """
 
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,18 +27,20 @@ class _Message(NamedTuple):
 
     Attributes:
         task: what it is at.
+        oldest: the first task that it has not ended.
         value: what it gives to all.
         error: what it has failed with: the class of the error, and its text.
     """
 
     task: str
+    oldest: int
     value: Any = None
     error: tuple[str, str] | None = None
 
 
 class JointTasks:
-    """Counts what ranks do together: every rank begins the same tasks in the same order. One thread at a time is in
-    them.
+    """Counts what ranks do together: every rank begins the same tasks in the same order, in one thread. Each may end in
+    another one.
 
     Args:
         store: nobody else uses its keys.
@@ -45,20 +51,36 @@ class JointTasks:
         self.store, self.notices = store, notices
         self.rank, self.world_size = rank, world_size
         self._count = 0
+        self._lock = threading.Lock()  # over what follows
         self._keys: dict[int, list[str]] = {}
+        self._open: set[int] = set()
 
     def begin(self, what: str) -> JointTask:
         """The next one. ``what``: for errors; the same on all ranks."""
         self._count += 1
-        return JointTask(self, self._count, what, self._keys.setdefault(self._count, []))
+        with self._lock:
+            self._open.add(self._count)
+            return JointTask(self, self._count, what, self._keys.setdefault(self._count, []))
 
-    def all_are_at(self, number: int) -> None:
+    def ended(self, number: int) -> None:
+        """This rank reads nothing more of a task."""
+        with self._lock:
+            self._open.discard(number)
+
+    @property
+    def oldest(self) -> int:
+        """The first task that this rank has not ended."""
+        with self._lock:
+            return min(self._open, default=self._count + 1)
+
+    def all_are_at(self, oldest: int) -> None:
         """Remove what this rank has said at earlier tasks: all ranks have ended these. One that fails at a task does
         not wait for the others, and may be several tasks ahead of them."""
-        for earlier in [known for known in self._keys if known < number]:
-            for key in self._keys.pop(earlier):
-                with suppress(RuntimeError):
-                    self.store.delete_key(key)
+        with self._lock:
+            said = [key for known in list(self._keys) if known < oldest for key in self._keys.pop(known)]
+        for key in said:
+            with suppress(RuntimeError):
+                self.store.delete_key(key)
 
 
 class JointTask:
@@ -67,6 +89,7 @@ class JointTask:
     Attributes:
         rank, world_size: who this is.
         what: it is, for errors.
+        goes_on: it has not ended when :meth:`together` has; the caller says :meth:`end`.
     """
 
     def __init__(self, tasks: JointTasks, number: int, what: str, said: list[str]) -> None:
@@ -77,11 +100,23 @@ class JointTask:
         self._part = 0
         self._told_s = time.monotonic()
         self._failure: BaseException | None = None
+        self.goes_on = False
 
     @contextmanager
     def together(self) -> Iterator[JointTask]:
         """What fails inside on one rank is raised on all, with that rank's text. When it ends, it has ended well on
         all. Those of one task follow each other, and do not stand inside each other."""
+        try:
+            yield from self._shared()
+        finally:
+            if not self.goes_on:
+                self.end()
+
+    def end(self) -> None:
+        """This rank reads nothing more of it. Idempotent."""
+        self._tasks.ended(self._number)
+
+    def _shared(self) -> Iterator[JointTask]:
         try:
             yield self
         except BaseException as error:
@@ -103,7 +138,7 @@ class JointTask:
         """
         tasks, part = self._tasks, f"{self._key}.{self._part}"
         self._part += 1
-        self._say(part, _Message(self.what, mine))
+        self._say(part, _Message(self.what, tasks.oldest, mine))
         found: list[_Message] = []
         with tasks.notices.kept_together():
             for rank in range(self.world_size):
@@ -112,7 +147,7 @@ class JointTask:
                     break
         for rank, said in enumerate(found):  # here, where an error is no end of the training
             self._check(rank, said)
-        tasks.all_are_at(self._number)
+        tasks.all_are_at(min(said.oldest for said in found))
         return [said.value for said in found]
 
     def alive(self) -> None:
@@ -167,7 +202,8 @@ class JointTask:
         """Let the others raise what this rank has failed with, at the next thing that they wait for."""
         text = f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
         with suppress(DeepOffloadError):  # then the others have heard of something worse
-            self._say(f"{self._key}.{self._part}", _Message(self.what, error=(type(error).__name__, text)))
+            said = _Message(self.what, self._tasks.oldest, error=(type(error).__name__, text))
+            self._say(f"{self._key}.{self._part}", said)
 
     def _say(self, part: str, said: _Message) -> None:
         key = f"{part} of {self.rank}"

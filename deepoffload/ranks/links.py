@@ -49,9 +49,9 @@ class RoundLink:
         self._group = _joined("rounds", store, rank, world_size, timeout_s)
         self._options = dist.AllToAllOptions()
         self._options.timeout = FOREVER
-        self._sent = torch.zeros(world_size, ROUND_NUMEL, dtype=torch.int64)
+        self._sent = torch.zeros(world_size, ROUND_NUMEL, dtype=torch.int64, device="cpu")
         self._words = self._sent.numpy()  # the same memory; a twentieth of the time
-        self._received = torch.zeros(world_size, ROUND_NUMEL, dtype=torch.int64)
+        self._received = torch.zeros(world_size, ROUND_NUMEL, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
     def start(self, message: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class NudgeLink:
             listening = other.submit(_joined, "nudges", own_client(store), 2 * rank, 2 * world_size, timeout_s)
             sending = _joined("nudges", store, 2 * rank + 1, 2 * world_size, timeout_s)
             self._groups = [listening.result(), sending]
-        self._received = torch.zeros(NUDGE_NUMEL, dtype=torch.int64)
+        self._received = torch.zeros(NUDGE_NUMEL, dtype=torch.int64, device="cpu")
         self._sent: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
 
     def send(self, rank: int, message: Sequence[int]) -> bool:
@@ -118,7 +118,7 @@ class NudgeLink:
         gloo sends it when that rank receives it, and forgets it when its memory goes; that rank then waits for it in
         vain. So no message goes to a rank before it has received the last one with the same first word.
         """
-        words = torch.tensor(message, dtype=torch.int64)
+        words = torch.tensor(message, dtype=torch.int64, device="cpu")
         try:
             work = self._groups[1].send([words], 2 * rank, 0)
         except RuntimeError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from deepoffload.checkpoint.copying import Copying
 from deepoffload.errors import DeepOffloadError
 from tests.ranks.saving import OPTIMIZERS, built, digests, rank, train
 from tests.support.models import VOCABULARY, TinyGPT, mixtral
+from tests.support.rank_processes import SOON_S
 
 FIRST, THEN = 2, 2
 """Steps before a save and after it."""
@@ -139,6 +142,31 @@ def save_twice_where_one_fails(path: str) -> list[str]:
         train(model, optimizer, range(1, 2))
         state.save(path)
     return said
+
+
+def other_tasks_while_a_save_goes_on(path: str) -> str:
+    """Rank 0 has written its part of a save, and rank 1 writes when all have done other things together."""
+    may_go_on = threading.Event()
+    with built({"host_budget": "48MiB", "ranks": {"timeout_s": 30}}) as model:
+        optimizer, _, state = _parts(model, "adamw")
+        train(model, optimizer, range(1))
+
+        class Apart(Copying):
+            def run(self, *, with_headers: bool) -> None:
+                if rank() == 1:
+                    may_go_on.wait(SOON_S)
+                super().run(with_headers=with_headers)
+                may_go_on.set()
+
+        with mock.patch("deepoffload.checkpoint.saving.Copying", Apart):
+            saved = state.save(path, wait=False)
+        if rank() == 0:
+            may_go_on.wait(SOON_S)
+        optimizer.load_state_dict(optimizer.state_dict())
+        deepoffload.stats(model, all_ranks=True)
+        may_go_on.set()
+        assert not isinstance(saved, str)
+        return Path(saved.wait(SOON_S)).name
 
 
 def save_between_backward_and_step(path: str) -> str:

@@ -6,12 +6,20 @@ accesses.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+import deepoffload
+from deepoffload.errors import UnsupportedError
 from tests.ranks.matrix import cell
-from tests.ranks.training_programs import LEAST, Job, check_all
+from tests.ranks.training_programs import LEAST, Job, check_all, digest
+from tests.support.models import TinyGPT, batch, next_token_loss
+from tests.support.rank_processes import values_of
 
 ROOMY: dict[str, Any] = {"host_budget": "64MiB"}
 TIGHT = {"host_budget": LEAST, "nvme_budget": "64MiB", "device_budget": "320KiB", "precision": "bf16"}
@@ -42,7 +50,7 @@ def test_a_gpt(tmp_path: Path) -> None:
 def test_what_programs_do(tmp_path: Path) -> None:
     jobs = on_device(
         *(Job(config=EVICTED, between_steps=what) for what in ("evaluation", "looks", "edits", "gradient looks")),
-        *(Job(config=ROOMY, between_steps=what) for what in ("edits", "drops")),
+        *(Job(config=ROOMY, between_steps=what) for what in ("edits", "drops", "views")),
         *(Job(config=ROOMY, before_step=what) for what in ("looks", "gradient looks", "gradient edits")),
         Job(config=ROOMY, before_step="looks", micro_batches=2),
         *(Job(config=ROOMY, uneven=how, micro_batches=micro) for how, micro in (("layer drop", 2), ("other order", 1))),
@@ -64,3 +72,42 @@ def test_four_ranks(tmp_path: Path) -> None:
         cell("t5", "fp32", "group", "evicted", "none", data_ranks=4, steps=2),
     )
     check_all(jobs, tmp_path, world_size=4)
+
+
+def programs_that_name_devices(path: str) -> dict[str, Any]:
+    """The model is built on the device, the default device is one, and one script is DeepSpeed's."""
+    from tests.support.simulated_gpu import install
+
+    install()
+    rank, module = int(os.environ["RANK"]), torch.get_device_module("simgpu")
+    found: dict[str, Any] = {"first": module.current_device()}
+    for where in ("context", "default"):
+        torch.manual_seed(3)
+        if where == "default":
+            torch.set_default_device("simgpu")
+        context = deepoffload.offload_context(host_budget="64MiB", nvme_path=path, timeline=True)
+        with context, torch.device("simgpu"):
+            model = TinyGPT(dropout=0.0)
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            with torch.device("cpu"):
+                tokens = batch(10 * step + rank)
+            next_token_loss(model, tokens.to("simgpu")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[where] = {name: digest(value) for name, value in model.state_dict().items()}
+        found["lanes"] = {span.lane.value for span in context.engine.timeline.spans()}
+        context.engine.close()
+        torch.set_default_device("cpu")
+    found["then"] = module.current_device()
+    with pytest.raises(UnsupportedError, match="offload_optimizer"):
+        deepoffload.offload_context(host_budget="64MiB", offload_optimizer="device").__enter__()
+    return found
+
+
+def test_devices_are_shared_out_and_named_as_programs_do(tmp_path: Path) -> None:
+    ranks = values_of(programs_that_name_devices, 2, str(tmp_path))
+    assert [rank["first"] for rank in ranks] == [0, 0]
+    assert [rank["then"] for rank in ranks] == [0, 1]
+    assert all(rank["context"] == rank["default"] == ranks[0]["context"] for rank in ranks)
+    assert {"to device", "from device"} <= ranks[0]["lanes"]

@@ -13,6 +13,7 @@ from tests.ranks.state_saving import (
     engine_load,
     engine_save,
     load,
+    other_tasks_while_a_save_goes_on,
     save,
     save_between_backward_and_step,
     save_twice_where_one_fails,
@@ -117,6 +118,11 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoints_before(tmp_path: P
     assert second.exit_code == -9
     assert "RankError" in first.value
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+    assert checkpoint_command(["verify", str(tmp_path)]) == 0
+
+
+def test_ranks_do_other_things_together_while_a_save_goes_on(tmp_path: Path):
+    assert values_of(other_tasks_while_a_save_goes_on, 2, str(tmp_path)) == ["global_step1"] * 2
     assert checkpoint_command(["verify", str(tmp_path)]) == 0
 
 

@@ -175,6 +175,13 @@ def look_at_weights(model: nn.Module, job: Job, step: int) -> list[float]:
     return [float(params[name].detach().float().norm()) for name in (names[rank::world_size] if step % 2 else names)]
 
 
+def look_through_views(model: nn.Module, job: Job, step: int) -> list[float]:
+    """The program holds views of all weights for good. Each step writes what it has made into them."""
+    if step == 0:
+        model.__dict__["held"] = [param.detach().view(-1)[:5] for param in model.parameters()]
+    return [float(view.float().sum()) for view in model.__dict__["held"]]
+
+
 def edit_weights(model: nn.Module, job: Job, step: int) -> list[float]:
     """All ranks change weights, by a door and behind it."""
     with torch.no_grad():
@@ -223,6 +230,7 @@ def end_turn(model: nn.Module, job: Job, step: int) -> list[float]:
 BETWEEN_STEPS: dict[str, Callable[[nn.Module, Job, int], list[float]]] = {
     "evaluation": evaluate_on_rank_0,
     "looks": look_at_weights,
+    "views": look_through_views,
     "edits": edit_weights,
     "gradient looks": look_at_gradients,
     "gradient edits": edit_gradients,
