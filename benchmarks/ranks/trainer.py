@@ -76,8 +76,8 @@ class Ddp:
 
 
 class Plain:
-    """Forward and backward alone: no rank knows of another one, and nothing is updated. So it shows what a machine takes
-    for the same tokens in several processes, whatever these have to tell each other."""
+    """Forward and backward alone: no rank knows of another one, and nothing is updated. So it shows what a machine
+    takes for the same tokens in several processes, whatever these have to tell each other."""
 
     notes = ""
 

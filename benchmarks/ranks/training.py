@@ -1,8 +1,9 @@
 """Training on several ranks next to DDP, FSDP2 and DeepSpeed: `python -m benchmarks.ranks training --path DIR`.
 
 Every contender runs in processes of its own, one thread each; in each round all take turns. A step is timed between two
-barriers. The plain rows are forward and backward alone: what processes take that share nothing, next to one process with
-all their data and threads. Reported are medians over the rounds of the ratio between ours and a peer of the same round.
+barriers. The plain rows are forward and backward alone: what processes take that share nothing, next to one process
+with all their data and threads. Reported are medians over the rounds of the ratio between ours and a peer of the same
+round.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The ranks tell each other by the store what each gives, or what it has failed wi
 thread that sleeps in the rank answers for it, as while a program is in its own barrier. An error ends the task, and not
 the training: all ranks raise it, and may go on.
 
-A task may go on in a thread, as a save does for which the program does not wait. Then what its rank has said stays until
-all ranks have ended it, whatever they do together meanwhile.
+A task may go on in a thread, as a save does for which the program does not wait. Then what its rank has said stays
+until all ranks have ended it, whatever they do together meanwhile.
 """
 
 from __future__ import annotations
