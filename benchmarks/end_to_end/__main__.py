@@ -27,7 +27,7 @@ from benchmarks.end_to_end.cases import ORDERS, OVERLAPS, Case, Side, Work
 from benchmarks.end_to_end.disk import DiskRate
 from benchmarks.end_to_end.report import case_lines, rate_lines, report_json, target_lines
 from benchmarks.end_to_end.runner import RESULTS, CaseFailedError, end_with_children, python_of, run_case
-from benchmarks.end_to_end.targets import Result, Round, evaluate, order_rows, rows
+from benchmarks.end_to_end.targets import Result, Round, evaluate, moved_bytes, order_rows, rows
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.swap_files import check_paths
 
@@ -57,6 +57,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="also runs whose guesses are wrong at times, or always; with --overlap deferred speculative, --clip so "
         "high that nothing else clips, --warmup 12 and --steps 13",
     )
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="also everything in memory while a process of its own moves the bytes of each disk row",
+    )
     parser.add_argument("--fio", action="store_true", help="let fio compete for the best disk rate")
     parser.add_argument("--file-mib", type=int, default=512, help="of the two files that the disk's rate is taken with")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="record our runs: Chrome traces there, and summaries")
@@ -78,8 +83,10 @@ def chosen_cases(said: argparse.Namespace, work: Work) -> list[Case]:
     found = [*all_cases.PLAIN]
     for overlap in said.overlap:
         mine = all_cases.ours(work, overlap, verify=said.verify)
-        found += mine if "horizontal" in said.order else ()
-        found += map(all_cases.vertical, mine) if "vertical" in said.order else ()
+        placed = [*mine] if "horizontal" in said.order else []
+        placed += map(all_cases.vertical, mine) if "vertical" in said.order else ()
+        found += placed
+        found += [all_cases.beside(mine[0], case) for case in placed if case.settings["disk"]] if said.beside else ()
     found += all_cases.clipping(work) if said.wrong_guesses else ()
     found += all_cases.deepspeed(work) if said.deepspeed_python else ()
     if said.trace is not None:
@@ -101,7 +108,10 @@ def measure(
             this = Round(rates=disk.measure())
             rounds.append(this)
             turn = number % max(1, len(left))
-            for case in left[turn:] + left[:turn]:
+            for chosen in sorted(left[turn:] + left[:turn], key=lambda case: "beside" in case.settings):
+                case = _with_bytes(chosen, this)
+                if case is None:
+                    continue
                 started = time.monotonic()
                 try:
                     run = run_case(case, work, said.path, python_of(case, said.deepspeed_python))
@@ -109,7 +119,7 @@ def measure(
                     if case.side is not Side.DEEPSPEED:
                         raise
                     print(f"left out: {error}", file=sys.stderr)
-                    left.remove(case)
+                    left.remove(chosen)
                     continue
                 this.runs[case.name] = run
                 print(
@@ -120,6 +130,14 @@ def measure(
                     flush=True,
                 )
                 after_run()
+
+
+def _with_bytes(case: Case, this: Round) -> Case | None:
+    """The case, where it moves as many bytes as another one when that has run; None where it has not."""
+    other = case.settings.get("beside")
+    if other is None:
+        return case
+    return all_cases.moving(case, moved_bytes(this.runs[other])) if other in this.runs else None
 
 
 def work_of(said: argparse.Namespace) -> Work:

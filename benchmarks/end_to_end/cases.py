@@ -136,6 +136,19 @@ def vertical(case: Case) -> Case:
     return replace(case, name=f"{case.name}-vertical", text=f"{case.text}, vertical order", settings=settings)
 
 
+def beside(host: Case, disk: Case) -> Case:
+    """``host``, while a process of its own moves the bytes that ``disk`` moves."""
+    settings = {**host.settings, "beside": disk.name}
+    text = f"{host.text}, the bytes of {disk.name} moved beside it"
+    return replace(host, name=f"beside-{disk.name}", text=text, settings=settings)
+
+
+def moving(case: Case, nbytes: float) -> Case:
+    """A case of :func:`beside`, when the bytes of a step are known."""
+    settings = {key: value for key, value in case.settings.items() if key != "beside"}
+    return replace(case, settings={**settings, "beside_bytes": nbytes})
+
+
 def recorded(case: Case, folder: Path) -> Case:
     """The same with a timeline, if it is ours."""
     if case.side is not Side.OURS:

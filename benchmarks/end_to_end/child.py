@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.common.gpt import SHAPES, tokens_of
 from benchmarks.end_to_end.meter import read_counters
+from benchmarks.end_to_end.mover import Beside
 
 MODULES = {side: f"benchmarks.end_to_end.side_{side}" for side in ("ours", "plain", "deepspeed")}
 
@@ -93,12 +95,15 @@ def main() -> None:
     work = spec["work"]
     torch.set_num_threads(work["threads"])
     side = importlib.import_module(MODULES[spec["side"]])
+    nbytes = spec["settings"].pop("beside_bytes", 0)
+    beside = Beside(spec["path"], nbytes) if nbytes else None
     started = time.perf_counter()
     trainer: Trainer = side.make(SHAPES[work["size"]], work, spec["settings"], spec["path"])
     print(json.dumps({"ready_s": time.perf_counter() - started, "stats": trainer.stats()}), file=lines)
     quiet = 0
     for number in range(work["warmup"] + work["steps_max"]):
-        step = one_step(trainer, work, number)
+        make = partial(one_step, trainer, work, number)
+        step = make() if beside is None else beside.step(make)
         print(json.dumps(step), file=lines)
         quiet += number >= work["warmup"] and step["foreign_cpu_share"] <= work["foreign_share_max"]
         if quiet == work["steps"]:

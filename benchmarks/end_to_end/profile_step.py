@@ -25,6 +25,7 @@ from benchmarks.common.gpt import SHAPES
 from benchmarks.end_to_end import cases
 from benchmarks.end_to_end.child import one_step
 from benchmarks.end_to_end.side_ours import Ours
+from deepoffload.accumulation import turns
 from deepoffload.cli.nvme.machine import describe_machine
 from deepoffload.io.ticket import Ticket
 from deepoffload.memory.tier_manager import TierManager
@@ -38,6 +39,9 @@ from deepoffload.params.window import RootWatch, Window
 TORCH = "torch and the model"
 OVERHEAD = ("planner", "hooks", "faults")
 """What the target of two per cent is about."""
+PARKED = (turns, ("_park",))
+"""While a micro-batch is parked others run."""
+
 PARTS: dict[str, list[tuple[Any, tuple[str, ...]]]] = {
     "planner": [(Pager, ("_event", "pump"))],
     "hooks": [
@@ -125,22 +129,35 @@ def main() -> None:
     parser.add_argument("--path", required=True, help="directory on the disk")
     parser.add_argument("--size", choices=sorted(SHAPES), default="319m")
     parser.add_argument("--case", nargs="+", default=["host", "half", "optimizer", "all"], help="our placements")
-    parser.add_argument("--overlap", choices=("none", "deferred"), default="deferred", help="our step_overlap")
+    parser.add_argument("--overlap", choices=cases.OVERLAPS, default="deferred", help="our step_overlap")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--order", choices=cases.ORDERS, default="horizontal", help="of the micro-batches")
+    parser.add_argument("--clip", type=float, default=1.0, help="global norm")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the profiles to this file")
     said = parser.parse_args()
     torch.set_num_threads(said.threads)
-    work = cases.Work(said.size, warmup=3, steps=said.steps, threads=said.threads)
+    work = cases.Work(
+        said.size,
+        accumulate=said.accumulate,
+        clip=said.clip,
+        warmup=said.warmup,
+        steps=said.steps,
+        threads=said.threads,
+    )
     watch = Stopwatch()
-    for part, places in PARTS.items():
+    for part, places in (*PARTS.items(), (TORCH, [PARKED])):
         for owner, names in places:
             for name in names:
                 setattr(owner, name, watch.around(part, getattr(owner, name)))
     known = {case.name: case for case in cases.ours(work, said.overlap)}
     profiles = []
     for name in said.case:
-        profiles.append(profile(watch, known[f"{name}-{said.overlap}"], work, said.path))
+        case = known[f"{name}-{said.overlap}"]
+        case = cases.vertical(case) if said.order == "vertical" else case
+        profiles.append(profile(watch, case, work, said.path))
         print_profile(profiles[-1])
     if said.json:
         machine = {**describe_machine([said.path]), "command": " ".join(sys.argv)}

@@ -148,6 +148,18 @@ def rolled_back(case: str, deferred: str) -> Callable[[Round], float | None]:
     return value
 
 
+def bound_rows(disk: str, host: str, target: float) -> list[Row]:
+    """Step times beside the least that they can be. Cores and memory that serve the disk compute less: the other two
+    rows tell how much less, and how near we are to that."""
+    beside = f"beside-{disk}"
+    return [
+        Row(f"{disk} / bound", target, (disk, host), to_bound(disk, host)),
+        Row(f"{disk}: in memory beside its bytes / in memory (for information)", 1.0, (beside, host),
+            seconds(beside, host)),
+        Row(f"{disk} / bound with its bytes moved beside it", target, (disk, beside), to_bound(disk, beside)),
+    ]  # fmt: skip
+
+
 def rows(work: Work, overlap: str) -> list[Row]:
     """All rows for one ``step_overlap``."""
     n = work.num_parameters
@@ -170,7 +182,7 @@ def rows(work: Work, overlap: str) -> list[Row]:
         found.append(Row("update / plain loop's update", 0.45, (host, "plain"), seconds(host, "plain", "update_s")))
     found.append(Row("all in host memory / plain loop (for information)", 1.0, (host, "plain"), seconds(host, "plain")))
     for name in (half, optimizer, everything):
-        found.append(Row(f"{name} / bound", bound, (name, host), to_bound(name, host)))
+        found += bound_rows(name, host, bound)
         if work.clip is not None:
             value = to_clipped_bound(name, host, work.ring_bytes)
             found.append(Row(f"{name} / bound with an idle disk in backward", bound, (name, host), value))
@@ -206,6 +218,8 @@ def order_rows(work: Work, overlap: str) -> list[Row]:
     )
     found = [Row(name, target, (a, b), seconds(a, b)) for name, target, a, b in pairs]
     found += against_deepspeed(optimizer, everything, (0.48, 0.50), ", vertical")
+    for name in (optimizer, everything):
+        found += bound_rows(name, plain_host, 1.15)
     if work.clip is not None:
         value = to_clipped_bound(everything, plain_host, work.ring_bytes)
         found.append(Row(f"{everything} / bound with an idle disk in backward", 1.15, (everything, plain_host), value))
