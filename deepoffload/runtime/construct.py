@@ -64,7 +64,8 @@ def adopt(pager: Pager, param: Tensor, name: str, building: BuildingMemory | Non
         handle.version = version_of(param)
         return handle
     memory, nbytes = pager.memory_on(param.device), handle.nbytes
-    is_shared = building is not None and is_cut(nbytes, building.world_size)
+    # On a device it stays what it is until the model is placed: modules fill it there, with that device's numbers.
+    is_shared = building is not None and memory.device.type == "cpu" and is_cut(nbytes, building.world_size)
     if building is not None and is_shared:
         memory, nbytes = building, building.whole_nbytes(nbytes)
     owner = WeightView(pager, memory)

@@ -16,7 +16,7 @@ from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.state import LAYOUTS, equal_rooms, piece_runs
 from deepoffload.params.layout import byte_offsets
 from deepoffload.params.shards import ShardLayout
-from deepoffload.params.unit import StateFormat
+from deepoffload.params.unit import ParamHandle, StateFormat
 from deepoffload.runtime.building import is_cut, kept_bytes
 from deepoffload.runtime.construct import fills_state
 from deepoffload.runtime.draft import UnitDraft, alignment_numel
@@ -83,7 +83,10 @@ class Sizer:
     def sizes(self, draft: UnitDraft) -> UnitSizes:
         trained = {id(handle) for handle, _ in draft.trained}
         pairs = zip(draft.handles, draft.dtypes, strict=True)
-        tensors = tuple((handle.numel, handle.dtype, dtype, id(handle) in trained) for handle, dtype in pairs)
+        tensors = tuple(
+            (handle.numel, handle.dtype, dtype, id(handle) in trained, self._parts_of(handle))
+            for handle, dtype in pairs
+        )
         key = (tensors, draft.nbytes, draft.backing is not None)
         if key not in self._known:
             self._known[key] = self._sizes(draft)
@@ -114,7 +117,7 @@ class Sizer:
             used.append(list(accumulate(self._set_up_changes(draft, rank, rooms[draft.nbytes], pieces), initial=0)))
         return UnitSizes(
             blocks,
-            registered_bytes=sum(self._kept_bytes(handle.nbytes) for handle in draft.handles),
+            registered_bytes=sum(kept_bytes(handle.nbytes, self._parts_of(handle)) for handle in draft.handles),
             set_up_bytes=rooms[draft.nbytes] + (0 if backed else self._whole_bytes(largest) + piece),
             set_up_peak_bytes=max(map(max, used)),
             set_up_net_bytes=max(changes[-1] for changes in used),
@@ -122,6 +125,10 @@ class Sizer:
             whole_gradient_bytes=_copy_bytes(draft.gradient_layout, blocks, BlockKind.GRADIENT),
             backed=backed,
         )
+
+    def _parts_of(self, handle: ParamHandle) -> int:
+        """What is built on a device stays whole."""
+        return self._shares if handle.device.type == "cpu" else 1
 
     def _kept_bytes(self, nbytes: int) -> int:
         """Of a parameter before it comes to its unit."""
@@ -149,7 +156,7 @@ class Sizer:
         parts = 0  # they are kept until the unit is full
         for index, (handle, dtype) in enumerate(zip(draft.handles, draft.dtypes, strict=True)):
             held = round_up(handle.nbytes)
-            if is_cut(handle.nbytes, self._shares):
+            if is_cut(handle.nbytes, self._parts_of(handle)):
                 yield held
                 parts += self._kept_bytes(handle.nbytes)
             start, own_numel = draft.own_run(index, rank)

@@ -88,6 +88,7 @@ def programs_that_name_devices(path: str) -> dict[str, Any]:
         context = deepoffload.offload_context(host_budget="64MiB", nvme_path=path, timeline=True)
         with context, torch.device("simgpu"):
             model = TinyGPT(dropout=0.0)
+        found[f"{where}, as built"] = [digest(value) for value in model.parameters()]
         optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
         for step in range(2):
             with torch.device("cpu"):
@@ -99,6 +100,9 @@ def programs_that_name_devices(path: str) -> dict[str, Any]:
         found["lanes"] = {span.lane.value for span in context.engine.timeline.spans()}
         context.engine.close()
         torch.set_default_device("cpu")
+    torch.manual_seed(3)
+    with torch.device("simgpu"):
+        found["plain"] = [digest(value) for value in TinyGPT(dropout=0.0).parameters()]
     found["then"] = module.current_device()
     with pytest.raises(UnsupportedError, match="offload_optimizer"):
         deepoffload.offload_context(host_budget="64MiB", offload_optimizer="device").__enter__()
@@ -109,5 +113,6 @@ def test_devices_are_shared_out_and_named_as_programs_do(tmp_path: Path) -> None
     ranks = values_of(programs_that_name_devices, 2, str(tmp_path))
     assert [rank["first"] for rank in ranks] == [0, 0]
     assert [rank["then"] for rank in ranks] == [0, 1]
+    assert all(rank[f"{where}, as built"] == rank["plain"] for rank in ranks for where in ("context", "default"))
     assert all(rank["context"] == rank["default"] == ranks[0]["context"] for rank in ranks)
     assert {"to device", "from device"} <= ranks[0]["lanes"]
