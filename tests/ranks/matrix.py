@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--from", dest="first", type=int, default=0, help="begin with the training of this number")
     parser.add_argument("--count", type=int, help="so many trainings; all that are left when not said")
     parser.add_argument("--at-once", type=int, default=8, help="trainings for which processes are started")
+    parser.add_argument("--device", choices=("cpu", "simgpu"), default="cpu", help="on which the models compute")
     chosen = parser.parse_args()
     sorts = itertools.product(chosen.ranks, chosen.families, chosen.types)
     everything = [(world_size, job) for world_size, *sort in sorts for job in cells(*sort, world_size)]
@@ -88,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as path:
         for world_size, some in _batches(wanted, chosen.at_once):
             begin = time.monotonic()
-            check_all([job for _, job in some], Path(path), world_size)
+            check_all([replace(job, device=chosen.device) for _, job in some], Path(path), world_size)
             for number, job in some:
                 print(f"{number:5}  {world_size} ranks, {name_of(job)}")
             print(f"equal, {time.monotonic() - begin:.0f} s", flush=True)

@@ -38,23 +38,20 @@ def test_a_gpt(tmp_path: Path) -> None:
         cell("gpt", "fp16", "memory", "evicted", "deferred"),
         cell("gpt", "bf16", "memory", "evicted", "in_backward", micro_batches=2),
         cell("gpt", "bf16", "memory", "least", "speculative"),
-        Job(config={**EVICTED, "step_overlap": "speculative"}),
-        Job(torch_clips=True, config=ROOMY),
-        Job(config=TIGHT, micro_batches=2),
-        Job(config={**TIGHT, **VERTICAL}, micro_batches=3, accumulates=True),
+        Job(config={**TIGHT, **VERTICAL}, micro_batches=3, accumulates=True, torch_clips=True),
     )
     found = check_all(jobs, tmp_path)
-    assert all(rank.stats["device_evictions"] > 0 for rank in found[7])
+    assert all(rank.stats["device_evictions"] > 0 for rank in found[5])
 
 
 def test_what_programs_do(tmp_path: Path) -> None:
     jobs = on_device(
-        *(Job(config=EVICTED, between_steps=what) for what in ("evaluation", "looks", "edits", "gradient looks")),
-        *(Job(config=ROOMY, between_steps=what) for what in ("edits", "drops", "views")),
-        *(Job(config=ROOMY, before_step=what) for what in ("looks", "gradient looks", "gradient edits")),
-        Job(config=ROOMY, before_step="looks", micro_batches=2),
+        *(Job(config=EVICTED, between_steps=what) for what in ("evaluation", "edits", "gradient looks")),
+        Job(config=ROOMY, between_steps="views"),
+        *(Job(config=ROOMY, before_step=what) for what in ("gradient looks", "gradient edits")),
+        Job(config=ROOMY, before_step="looks", between_steps="drops", micro_batches=2),
         *(Job(config=ROOMY, uneven=how, micro_batches=micro) for how, micro in (("layer drop", 2), ("other order", 1))),
-        Job(config=ROOMY, uneven="turns", before_step="turns"),
+        Job(config=ROOMY, uneven="turns", before_step="turns", steps=2),
         Job(config={**ROOMY, "step_overlap": "speculative"}, clipped=(1, 3), steps=5),
         Job(config={**ROOMY, "precision": "fp16"}, overflows=(1,), scale=64.0, clip=None),
     )
@@ -62,7 +59,7 @@ def test_what_programs_do(tmp_path: Path) -> None:
 
 
 def test_families(tmp_path: Path) -> None:
-    models = ("llama", "gpt2", "t5", "gpt-checkpointed", "gpt-reentrant")
+    models = ("llama", "t5", "gpt-checkpointed", "gpt-reentrant")
     check_all(on_device(*(Job(model=model, config=EVICTED) for model in models)), tmp_path)
 
 
