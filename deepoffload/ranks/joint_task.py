@@ -5,7 +5,7 @@ thread that sleeps in the rank answers for it, as while a program is in its own 
 the training: all ranks raise it, and may go on.
 
 A task may go on in a thread, as a save does for which the program does not wait. Then what its rank has said stays
-until all ranks have ended it, whatever they do together meanwhile.
+until all ranks have ended it. Meanwhile they may do other things together.
 """
 
 from __future__ import annotations
