@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -111,7 +112,16 @@ class Accelerator:
 
     def on(self, stream: Any) -> Any:
         """A context in which operations are launched on ``stream``."""
-        return self._module.stream(stream)
+        if self._module.current_device() == self.device.index:
+            return self._module.stream(stream)
+        return self._on_from_elsewhere(stream)
+
+    @contextlib.contextmanager
+    def _on_from_elsewhere(self, stream: Any) -> Iterator[None]:
+        """The same on a thread whose current device is another one, as threads begin with the first. torch would make
+        that one current again at the end, for which CUDA takes memory on it; a device's own context does not."""
+        with self._module.device(self.device), self._module.stream(stream):
+            yield
 
     def event(self, stream: Any) -> Any:
         """An event that has happened when everything launched on ``stream`` until now is done."""

@@ -22,7 +22,6 @@ from deepoffload.copies.gathered import Gathered, SectionPlace
 from deepoffload.copies.host_link import HostLink
 from deepoffload.copies.materialise import Materialiser
 from deepoffload.copies.movement import Movement
-from deepoffload.copies.rank_device import await_event
 from deepoffload.copies.residency import Residency
 from deepoffload.copies.scratch import DeviceScratch
 from deepoffload.io.checksums import crc32c
@@ -196,10 +195,8 @@ class CopyMemory:
 
     def checksum(self, block: Block, offset_bytes: int, nbytes: int) -> int:
         copy, current = self._residency.copies[block.id], self.accelerator.current()
-        for event in (
-            () if copy.rewriting else self._movement.events(copy)
-        ):  # it may have been written on another stream
-            await_event(current, event)
+        if not copy.rewriting:
+            self._movement.wait_for_all(copy, current)  # it may have been written on another stream
         with self._outside_user_modes():
             there = self._movement.shown_bytes(copy)[offset_bytes : offset_bytes + nbytes]
             there = there.cpu()

@@ -77,6 +77,13 @@ class Movement:
         copy.over = None
         self._used[copy.block.id] = copy
 
+    def wait_for_all(self, copy: BlockCopy, stream: Any) -> None:
+        """What is launched on ``stream`` from now on comes after the coming of a copy, and all its uses so far."""
+        if copy.coming is not None:
+            copy.coming.await_served()  # from where it has arrived it may go on to the device
+        for event in self.events(copy):
+            await_event(stream, event)
+
     def wait_for_others(self, copy: BlockCopy) -> None:
         """The current stream waits for what the others do with a copy."""
         current = self._accelerator.current()
@@ -210,8 +217,7 @@ class Movement:
         self._tiers.acquire(block, load=False)
         with self._link.lease_kept(block, stream):
             self._tiers.will_change(block, by_device=True)
-            for event in self.events(copy):
-                await_event(stream, event)
+            self.wait_for_all(copy, stream)
             with self._outside_user_modes(), self._accelerator.on(stream):
                 self._back(block).take_back(block, self.shown_bytes(copy))
             self._begin_use(copy, stream)

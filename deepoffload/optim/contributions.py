@@ -205,6 +205,11 @@ class Contributions:
         with self._tiers.lock:
             self._graph_tasks.discard(task)
             self.announce_all(is_over=not in_backward())
+            last = self._leaving[-1].left if self._leaving else None
+        if last is not None:
+            # Without the lock, so that others are served meanwhile: the device may wait for them, as NCCL's sums do.
+            last.synchronize()
+        with self._tiers.lock:
             self._post_left(wait=True)  # the program may wait for other ranks now, which wait for these
             if in_backward():
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,8 +156,9 @@ def choose(cutter: Cutter, config: Config, room: Room) -> ChosenCut:
 
 def least_bytes(cutter: Cutter, cut: Cut, config: Config, room: Room) -> int:
     """The least memory with which ``cut`` is accepted. Of a device's memory it gets what it needs."""
+    unlimited = sys.maxsize if room.exchange is not None and room.device_bytes else 0
     try:
-        placed = _placed(cutter, cut, config, replace(room, capacity_bytes=0, device_bytes=0))
+        placed = _placed(cutter, cut, config, replace(room, capacity_bytes=0, device_bytes=unlimited))
     except PlacementError as error:
         return error.enough_bytes or 0
     return placed.placement.minimum_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from deepoffload.config import Config
@@ -27,7 +29,7 @@ from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes, storage_at
 from deepoffload.ranks.group import RankGroup
-from deepoffload.ranks.places import RankMap
+from deepoffload.ranks.places import RankMap, read_launch
 from deepoffload.ranks.transport import open_exchange
 from deepoffload.runtime.link_rates import link_rates
 from deepoffload.runtime.plan import ModelPlan
@@ -81,7 +83,9 @@ def find_accelerator(config: Config, ranks: RankMap | None = None) -> ComputeDev
     if device.type == "cpu":
         return CpuDevice() if config.debug.copies else None
     if device.index is None and ranks is not None and ranks.world_size > 1:
-        number = ranks.host_ranks.index(ranks.rank)
+        launch = read_launch(os.environ)  # these ranks may be some of the host's processes, as along one axis of a mesh
+        said = None if launch is None else launch.local_rank
+        number = ranks.local_rank if said is None else said
         if torch.accelerator.current_device_index() == 0 and number < torch.accelerator.device_count():
             torch.accelerator.set_device_index(number)
     return Accelerator(device)

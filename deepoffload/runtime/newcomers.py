@@ -130,5 +130,5 @@ def _fact(named: tuple[str, Tensor]) -> tuple[str, str]:
     """What ranks compare of a parameter."""
     name, param = named
     with outside_user_modes():
-        values = get_data(param).detach().contiguous()
+        values = get_data(param).detach().to("cpu").contiguous()
         return name, f"{described(param)} with checksum {crc32c(values.data_ptr(), values.nbytes):08x}"

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from deepoffload.config import Config
 from deepoffload.errors import ConfigError, DeepOffloadError
 from deepoffload.ranks.group import RankGroup, default_world_size, open_group, world_size_of
@@ -108,8 +110,10 @@ class RankChoice:
             raise
 
     def _tell(self, error: Exception, what: str) -> None:
+        # Where the ranks compute may not be known yet. A group that knows no CPU, as NCCL's, will do.
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         try:
-            group = open_group(CPU, group=self._group, mesh=self._mesh, timeout_s=TELL_S)
+            group = open_group(CPU, accelerator, group=self._group, mesh=self._mesh, timeout_s=TELL_S)
         except DeepOffloadError:
             return  # they do not come; what is raised here says what has happened first
         Agreement(group).tell(error, what)

@@ -15,7 +15,10 @@ import pytest
 import torch
 
 import deepoffload
+from deepoffload.config import parse_config
 from deepoffload.errors import UnsupportedError
+from deepoffload.ranks.places import RankMap
+from deepoffload.runtime.device import find_accelerator
 from tests.ranks.matrix import cell
 from tests.ranks.training_programs import LEAST, Job, check_all, digest
 from tests.support.models import TinyGPT, batch, next_token_loss
@@ -104,6 +107,48 @@ def programs_that_name_devices(path: str) -> dict[str, Any]:
     with pytest.raises(UnsupportedError, match="offload_optimizer"):
         deepoffload.offload_context(host_budget="64MiB", offload_optimizer="device").__enter__()
     return found
+
+
+def add_a_layer(_: str) -> list[str]:
+    """A layer is made on the device after the model was placed."""
+    from tests.support.simulated_gpu import install
+
+    install()
+    torch.manual_seed(3)
+    rank = int(os.environ["RANK"])
+    with deepoffload.offload_context(host_budget="64MiB") as context:
+        model = TinyGPT(dropout=0.0)
+    model.head = torch.nn.Linear(model.head.in_features, model.head.out_features, device="simgpu")
+    optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        next_token_loss(model, batch(10 * step + rank).to("simgpu")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [digest(value) for value in model.state_dict().values()]
+    assert context.engine is not None
+    context.engine.close()
+    return found
+
+
+def test_a_layer_that_is_made_on_the_device_later(tmp_path: Path) -> None:
+    first, second = values_of(add_a_layer, 2, str(tmp_path))
+    assert first == second
+
+
+def processes_of_a_mesh(number: int) -> int:
+    """Which device the process with this number on its host gets, next to one that is not among its ranks."""
+    from tests.support.simulated_gpu import install
+
+    install()
+    os.environ |= {"WORLD_SIZE": "4", "RANK": str(number), "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": "4"}
+    found = find_accelerator(parse_config(None, host_budget="64MiB"), RankMap(0, (0, 1)))
+    assert found is not None
+    return found.device.index
+
+
+def test_ranks_of_a_mesh_take_the_devices_of_their_processes() -> None:
+    (found,) = values_of(processes_of_a_mesh, 1, 1)
+    assert found == 1
 
 
 def test_devices_are_shared_out_and_named_as_programs_do(tmp_path: Path) -> None:
