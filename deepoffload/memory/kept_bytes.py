@@ -17,18 +17,21 @@ from deepoffload.io.extents import Extent
 from deepoffload.memory.block import Block, host_view_owner
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
+from deepoffload.native.aio import round_up
 from deepoffload.native.cpu_adam import Elsewhere
 from deepoffload.schedule.block_state import BlockState
 
 
 class KeptBlock:
-    """What one block held before its change: in ``extent``, or in ``journal``. ``in_turn``: those two have each other's
-    memory. ``written``: then, where what is new of it begins, and its bytes, as long as the rest is not."""
+    """What one block held before its change: in ``extent``, or in ``journal``, which may have a part of it that begins
+    at byte ``start``. ``in_turn``: those two have each other's memory. ``written``: then, where what is new of it
+    begins, and its bytes, as long as the rest is not."""
 
-    __slots__ = ("block", "extent", "journal", "in_turn", "written")
+    __slots__ = ("block", "start", "extent", "journal", "in_turn", "written")
 
-    def __init__(self, block: Block, extent: Extent | None, journal: Block | None) -> None:
+    def __init__(self, block: Block, extent: Extent | None, journal: Block | None, start: int = 0) -> None:
         self.block = block
+        self.start = start
         self.extent = extent
         self.journal = journal
         self.in_turn = False
@@ -45,6 +48,8 @@ class KeptBytes:
         blocks: those that are about to change.
         staying: ids of those of them whose journals stay in memory.
         in_turn: whether blocks and journals may have each other's memory. Blocks that stay come to lie elsewhere then.
+        in_parts: ids of those whose journals are made part by part, as :meth:`will_write` is told of it. What is not
+            written needs none then, and memory is taken for a part at a time.
 
     Raises:
         BudgetError: there is no disk space for them. IoFailure: a swap file cannot grow. Nothing is taken then.
@@ -58,9 +63,12 @@ class KeptBytes:
         staying: Container[int] = (),
         *,
         in_turn: bool = False,
+        in_parts: Container[int] = (),
     ) -> None:
         self._tiers = tiers
         self._in_turn = in_turn
+        self._in_parts = in_parts
+        self._parted: Block | None = None
         self._num_threads = num_threads
         self._unchanged = {block.id for block in blocks}
         self._spare: dict[int, Extent] = {}
@@ -99,13 +107,44 @@ class KeptBytes:
             self._tiers.will_change(block)
             self._kept.append(KeptBlock(block, old, None))
             block.extent = spare
+        elif block.id in self._in_parts:
+            self._tiers.will_change(block)
+            self._parted = block
+            if spare is not None and self._tiers.space is not None:
+                self._tiers.space.free(spare)
         else:
-            kept = KeptBlock(block, None, self._journal(block))
+            kept = KeptBlock(block, None, self._journal(block, block.nbytes))
             self._kept.append(kept)
             self._tiers.will_change(block)
             self._keep_in(kept, spare)
         self._unchanged.discard(block.id)
         self._spare.pop(block.id, None)
+
+    def will_write(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Call before bytes of a block that is kept in parts are written: their addresses, and how many.
+
+        Raises:
+            BudgetError, IoFailure: there is no room for them, in memory or on disk. Nothing is written then.
+        """
+        block, tiers = self._parted, self._tiers
+        places = [] if block is None else list(ranges)
+        if block is None or not places:
+            return
+        start = min(address for address, _ in places) - tiers.address(block)
+        end = max(address + nbytes for address, nbytes in places) - tiers.address(block)
+        if start < 0 or end > block.nbytes:
+            start, end = 0, block.nbytes
+        extent = None if tiers.space is None else tiers.space.allocate(end - start)
+        try:
+            journal = self._journal(block, end - start)
+        except BaseException:
+            if extent is not None and tiers.space is not None:
+                tiers.space.free(extent)
+            raise
+        cpu_adam.copy(tiers.address(journal), tiers.address(block) + start, end - start, self._num_threads)
+        journal.extent = extent
+        self._kept.append(KeptBlock(block, None, journal, start))
+        tiers.release(journal)
 
     def elsewhere(self) -> list[Elsewhere]:
         """What is read in another place than where it is written: the blocks that are changing now, and have
@@ -128,6 +167,7 @@ class KeptBytes:
 
     def changed(self, block: Block) -> None:
         """The change of a block is over: what was not written of it is as it was."""
+        self._parted = None if block is self._parted else self._parted
         for kept in self._kept:
             if kept.block is block and kept.journal is not None and kept.written is not None:
                 new, old = self._tiers.address(block), self._tiers.address(kept.journal)
@@ -148,12 +188,13 @@ class KeptBytes:
             tiers.release(journal)
         journal.extent = extent
 
-    def _journal(self, block: Block) -> Block:
+    def _journal(self, block: Block, nbytes: int) -> Block:
         """An empty one, leased."""
         tiers = self._tiers
-        journal = tiers.create(f"{block.name} before its update", block.kind, block.nbytes)
-        journal.room_bytes, journal.is_brief = block.room_bytes, True
-        if block.id not in self._spare:
+        journal = tiers.create(f"{block.name} before its update", block.kind, nbytes)
+        journal.room_bytes = block.room_bytes if nbytes == block.nbytes else round_up(nbytes)
+        journal.is_brief = True
+        if block.id not in self._spare and block is not self._parted:
             tiers.keep(journal)
         try:
             tiers.acquire(journal, load=False)
@@ -189,7 +230,7 @@ class KeptBytes:
                 if kept.written is not None:
                     kept.written = None
                     self._tiers.release(kept.journal)
-                self._back_from(kept.journal, kept.block, in_turn=kept.in_turn)
+                self._back_from(kept, kept.journal)
                 self._tiers.remove(kept.journal)
             self._kept.pop()
         self._free_spare()
@@ -204,8 +245,8 @@ class KeptBytes:
         block.extent = extent
         block.to(BlockState.ON_NVME)
 
-    def _back_from(self, journal: Block, block: Block, *, in_turn: bool) -> None:
-        tiers = self._tiers
+    def _back_from(self, kept: KeptBlock, journal: Block) -> None:
+        tiers, block, in_turn = self._tiers, kept.block, kept.in_turn
         tiers.acquire(journal)
         try:
             tiers.acquire(block)
@@ -215,7 +256,8 @@ class KeptBytes:
                     tiers.will_change(journal)
                     in_turn = _exchange(tiers, block, journal)
                 if not in_turn:
-                    cpu_adam.copy(tiers.address(block), tiers.address(journal), block.nbytes, self._num_threads)
+                    place = tiers.address(block) + kept.start
+                    cpu_adam.copy(place, tiers.address(journal), journal.nbytes, self._num_threads)
             finally:
                 tiers.release(block)
         finally:

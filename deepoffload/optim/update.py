@@ -23,7 +23,7 @@ from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob
-from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight, ranges_of
+from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight, ranges_of, weight_range
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.edits import look_for_edits
 from deepoffload.params.layout import PieceSegment
@@ -42,6 +42,8 @@ class Change(Protocol):
 
     def will_change(self, block: Block) -> None: ...
 
+    def will_write(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+
     def elsewhere(self) -> Sequence[Elsewhere]: ...
 
     def wrote(self, ranges: Iterable[tuple[int, int]]) -> None: ...
@@ -54,6 +56,9 @@ class InPlace:
 
     def __init__(self, tiers: TierManager) -> None:
         self.will_change = tiers.will_change
+
+    def will_write(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Nobody asks."""
 
     def elsewhere(self) -> tuple[()]:
         """Nothing is read in another place."""
@@ -328,6 +333,7 @@ class HostUpdate:
                     **(self._state(piece, view, part, handle, job) if view is not None else {}),
                 )
             )
+        change.will_write(weight_range(segment) for segment in segments)
         begin_s = time.perf_counter()
         elsewhere, threads = change.elsewhere(), num_threads()
         self.rule.kernel(

@@ -112,3 +112,38 @@ def test_undone_in_parts(make_rig: Callable[..., Rig], ahead: bool) -> None:
         assert held(tiers, moves) == bytes([1]) * NBYTES and held(tiers, stays) == bytes([2]) * NBYTES
         tiers.release(moves)
         assert set(tiers.blocks()) == {moves, stays}
+
+
+@pytest.mark.parametrize("outcome", ["right", "wrong", "outside"])
+def test_kept_in_parts(make_rig: Callable[..., Rig], outcome: str) -> None:
+    """A part is kept when it is about to be written, as if it were a block; parts that overlap come back in the right
+    order. What does not lie in the block is no part of it: all is kept."""
+    tiers = make_rig(32 * PAGE_BYTES).tiers
+    with tiers.lock:
+        block = filled(tiers, 1)
+        tiers.keep(block)
+        kept = KeptBytes(tiers, [block], 1, in_parts={block.id})
+        tiers.acquire(block)
+        kept.will_change(block)
+        assert set(tiers.blocks()) == {block}
+        begin = tiers.address(block)
+        for start, nbytes, value in ((100, 300, 7), (4000, 200, 8), (300, 500, 9)):
+            away = [(begin - 64, 64)] if outcome == "outside" else []
+            kept.will_write([(begin + start, 50), (begin + start + 50, nbytes - 50), *away])
+            ctypes.memset(begin + start, value, nbytes)
+        kept.changed(block)
+        tiers.release(block)
+        journals = [other for other in tiers.blocks() if other is not block]
+        assert [journal.nbytes for journal in journals] == ([NBYTES] * 3 if outcome == "outside" else [300, 200, 500])
+        assert all(tiers.evict(journal) for journal in journals)
+        if outcome == "right":
+            after = held(tiers, block)
+            assert sorted(kept.forget(), key=lambda journal: journal.id) == journals
+            assert held(tiers, block) == after and after[299:301] == bytes([7, 9])
+            for journal in journals:
+                tiers.remove(journal)
+        else:
+            kept.restore()
+            assert held(tiers, block) == bytes([1]) * NBYTES
+        assert set(tiers.blocks()) == {block} and not block.leases
+        assert tiers.arena.used_bytes == 3 * PAGE_BYTES

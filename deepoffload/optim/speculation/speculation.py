@@ -244,7 +244,8 @@ class Speculation:
             return None
         try:
             ids = {block.id for block in staying}
-            kept = KeptBytes(self._tiers, blocks, num_threads(), ids, in_turn=self.in_memory)
+            parts = () if self.in_memory else (unit.weights.id,)
+            kept = KeptBytes(self._tiers, blocks, num_threads(), ids, in_turn=self.in_memory, in_parts=parts)
         except (BudgetError, IoFailure):
             return None
         self._disk_left_bytes -= needed_bytes
