@@ -94,6 +94,11 @@ class Arrivals:
         begin_s, nbytes = time.perf_counter(), coming.whole.numel()
         self._leaving.append(_Leaving(self._arriving.pop(coming), event, name, nbytes, begin_s))
 
+    def forget(self, coming: Coming) -> None:
+        """Nobody uses what has arrived."""
+        if self._ranges is not None:
+            self._ranges.free(self._arriving.pop(coming))
+
     def poll(self) -> None:
         """Have the memory back of what has left."""
         while self._ranges is not None and self._leaving and self._leaving[0].event.query():

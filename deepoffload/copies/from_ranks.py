@@ -100,6 +100,18 @@ class FromRanks:
             copy.coming.await_served()
         return True
 
+    def end_on_host(self, copy: BlockCopy, coming: Coming) -> None:
+        """The copy goes before it has come. What arrives does not go on to a device, where the program may still read
+        what was there before."""
+        if self.gathered.arrivals is not None:
+            coming.send = partial(self._forget, copy, coming, self.gathered.arrivals)
+
+    @staticmethod
+    def _forget(copy: BlockCopy, coming: Coming, arrivals: Arrivals) -> None:
+        arrivals.forget(coming)
+        if copy.ready is coming:
+            copy.ready = None
+
     def no_longer_rewritten(self, copy: BlockCopy) -> None:
         """The copy goes."""
         if copy.rewriting:

@@ -235,6 +235,8 @@ class Movement:
         if self.from_ranks is not None:
             self.from_ranks.no_longer_rewritten(copy)
         coming = copy.coming
+        if coming is not None and self.from_ranks is not None:
+            self.from_ranks.end_on_host(copy, coming)
         if coming is not None and coming.flight is None:
             coming.then = partial(self.free, copy, aliases)  # the gather that was asked for comes all the same
             return
