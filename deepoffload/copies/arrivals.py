@@ -1,7 +1,7 @@
 """Memory of the arena in which whole copies arrive from other ranks before they go on to a device.
 
 A range is taken when a gather is launched, which all ranks do together. So what has to be waited for then has been
-launched before on every rank: it comes without anybody's program.
+launched before on every rank: it comes without any rank's program.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Arrivals:
                 f"of which {capacity_bytes} bytes are for that. Build it inside the context, where that is planned "
                 "for, or raise host_budget"
             )
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes could come in addition to what is there, without waiting for the device."""
+        self.poll()
+        return self._ranges is not None and nbytes <= self._ranges.free_bytes
 
     def take(self, coming: Coming, nbytes: int) -> Tensor:
         """Memory for what is gathered now, uint8, ``(nbytes,)``, until :meth:`sent`. Waits for copies that were

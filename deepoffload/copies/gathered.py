@@ -24,6 +24,7 @@ from deepoffload.copies.rank_device import Coming, GatherFlight, Served
 from deepoffload.copies.rank_link import RankLink
 from deepoffload.memory.block import Block
 from deepoffload.memory.form import SHARD
+from deepoffload.native.aio import round_up
 from deepoffload.ranks.exchange import Flight
 from deepoffload.timeline import Lane
 
@@ -92,7 +93,9 @@ class Gathered:
         self, block: Block, number: int, sections: Sequence[SectionPlace], tensor_names: Sequence[str] = ()
     ) -> None:
         """From now on this rank serves a block, and can ask for it. All ranks use the same number, and the same names
-        for the tensors in it."""
+        for the tensors in it. Raises BudgetError where its whole copy can never come to the device."""
+        if self.arrivals is not None:
+            self.arrivals.check(block)
         shown = self._shown[block.id] = _Shown(self, block, number, sections)
         self._link.show(number, block.name, shown, tensor_names)
 
@@ -109,18 +112,22 @@ class Gathered:
         Returns:
             The event of its coming.
 
-        Raises:
-            BudgetError: there is not enough memory for it to arrive in.
         """
         shown = self._shown.get(block.id)
         if shown is None:
             raise RuntimeError(f"{block.name} is one rank's part, and nothing says what the ranks call it")
-        if self.arrivals is not None:
-            self.arrivals.check(block)
         coming = Coming(self._link, shown.number, whole)
         self._link.post_gather(shown.number)
         shown.asked.append(coming)
         return coming
+
+    def has_room(self, block: Block) -> bool:
+        """Whether a copy may be asked for in advance: what was asked for before, and this one, come without waiting for
+        the device. A wait for it in a launch keeps the other ranks waiting, too."""
+        if self.arrivals is None:
+            return True
+        asked = sum(round_up(shown.block.shown_nbytes) * len(shown.asked) for shown in self._shown.values())
+        return self.arrivals.has_room(asked + round_up(block.shown_nbytes))
 
     def is_awaited(self, block: Block) -> bool:
         """Whether a rank may still want the bytes that are stored now, because it has taken them less often than

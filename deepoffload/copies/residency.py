@@ -151,6 +151,9 @@ class Residency:
                 yield distance, block
 
     def _prefetch(self, block: Block) -> bool:
+        from_ranks = self._movement.from_ranks
+        if from_ranks is not None and is_shard(block) and not from_ranks.gathered.has_room(block):
+            return False
         offset = self._arena.allocate(block.shown_room_bytes)
         if offset is None:
             return False

@@ -117,9 +117,8 @@ def estimate(
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
     Without budgets in ``config`` they are those that ``offload_context`` would take of this machine.
-    With several ranks on CPUs it is the plan that each of them makes. For several devices it is less exact: every
-    rank's share of the model is what one rank would plan for a model of that part, and what ranks exchange is not
-    counted.
+    With several ranks on CPUs it is the plan that each of them makes. For several devices every rank's share is what
+    one rank would plan for a model of that part, and what ranks exchange is not counted.
 
     Args:
         time_ops: gives seconds of a run's operators as measured; it is asked only where the model fits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from deepoffload.memory.block import Block
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.params.unit import ParamHandle, Unit
+from deepoffload.ranks.exchange import PartsFlight
 
 
 @dataclass(eq=False)
@@ -64,3 +66,26 @@ class ContributionPlan:
     posted: deque[Contribution] = field(default_factory=deque)
     passes: int = 0
     used: bool = False
+
+
+class Reducing:
+    """A reduction that has been launched, as rounds know it. ``given`` is this rank's part in it, if it has one; where
+    it ``is_partial``, other ranks may give theirs later. ``land``: lands it, and those before it."""
+
+    def __init__(
+        self,
+        land: Callable[[Reducing], None],
+        plan: ContributionPlan,
+        flight: PartsFlight,
+        given: Contribution | None,
+        scratch: Tensor,
+    ) -> None:
+        self._land = land
+        self.plan, self.flight, self.given, self.scratch = plan, flight, given, scratch
+        self.is_partial = False
+        self.ready = flight.ready
+        self.ready_within = flight.ready_within
+
+    def arrive(self) -> None:
+        """Land it, and those before it. For rounds, which tell all ranks when this raises. Idempotent."""
+        self._land(self)

@@ -25,7 +25,7 @@ from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim import outside_gradient
-from deepoffload.optim.contribution import Contribution, ContributionPlan
+from deepoffload.optim.contribution import Contribution, ContributionPlan, Reducing
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
 from deepoffload.optim.gradients_out import GradientsOut
@@ -33,35 +33,11 @@ from deepoffload.optim.lands import Lands, Reading, trained_of
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
 from deepoffload.params.unit import ParamHandle, Unit
-from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.rounds import Want, WantKind
 from deepoffload.timeline import Lane
 
 WAIT_S = 5.0
 """A rank waits so long for the others before it moves a contribution out of its slot."""
-
-
-class _Reducing:
-    """A reduction that has been launched, as rounds know it. ``given`` is this rank's part in it, if it has one; where
-    it ``is_partial``, other ranks may give theirs later."""
-
-    def __init__(
-        self,
-        owner: Contributions,
-        plan: ContributionPlan,
-        flight: PartsFlight,
-        given: Contribution | None,
-        scratch: Tensor,
-    ) -> None:
-        self._owner = owner
-        self.plan, self.flight, self.given, self.scratch = plan, flight, given, scratch
-        self.is_partial = False
-        self.ready = flight.ready
-        self.ready_within = flight.ready_within
-
-    def arrive(self) -> None:
-        """Land it, and those before it. For rounds, which tell all ranks when this raises. Idempotent."""
-        self._owner.land_through(self)
 
 
 class Contributions:
@@ -90,8 +66,8 @@ class Contributions:
         self._slots = ContributionSlots(tiers)
         self._leaving: deque[Contribution] = deque()  # complete, and on their way from the device
         self._announced: deque[Contribution] = deque()  # the posted ones of all units
-        self._reducing: deque[_Reducing] = deque()
-        self._landed: deque[_Reducing] = deque()  # others may still read this rank's parts in them
+        self._reducing: deque[Reducing] = deque()
+        self._landed: deque[Reducing] = deque()  # others may still read this rank's parts in them
         self._is_landing = False
         self.wait_s = WAIT_S
         self._launched_since_moved = True
@@ -306,7 +282,7 @@ class Contributions:
 
     # -- from the other ranks --------------------------------------------------------------------------------------
 
-    def launch(self, unit_index: int, contributors: tuple[int, ...], is_partial: bool = False) -> _Reducing:
+    def launch(self, unit_index: int, contributors: tuple[int, ...], is_partial: bool = False) -> Reducing:
         """All ranks start the reduction of a unit now. Called by the link, in the same order on all ranks."""
         self._release_what_is_read()  # who waits for one unit may launch all others meanwhile
         plan = self._plans.get(unit_index)
@@ -326,11 +302,11 @@ class Contributions:
         scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
         what, memory = f"gradients of {plan.unit.name}", None if given is None else given.memory
         flight = self._link.exchange.send_parts(memory, reduction, scratch, what)
-        self._reducing.append(reducing := _Reducing(self, plan, flight, given, scratch))
+        self._reducing.append(reducing := Reducing(self.land_through, plan, flight, given, scratch))
         reducing.is_partial = is_partial
         return reducing
 
-    def land_through(self, last: _Reducing) -> None:
+    def land_through(self, last: Reducing) -> None:
         """Land the reductions up to this one, if they have not landed. All ranks have launched them."""
         while last in self._reducing:
             self._land_first()
@@ -362,7 +338,7 @@ class Contributions:
             for plan in self._of(unit)
         )
 
-    def _on_the_way(self) -> list[Contribution | _Reducing]:
+    def _on_the_way(self) -> list[Contribution | Reducing]:
         return [*self._leaving, *self._reducing]
 
     def _of(self, unit: Unit) -> list[ContributionPlan]:
@@ -405,14 +381,14 @@ class Contributions:
 
     # -- landing ---------------------------------------------------------------------------------------------------
 
-    def _await(self, reducing: _Reducing) -> None:
+    def _await(self, reducing: Reducing) -> None:
         """Wait for a reduction, serving the others meanwhile, and land it."""
         if not reducing.ready():
             want = _want(reducing.plan)
             SHIELD.outside(self._link.rounds.wait_flight, reducing, want)
         self._land_told(reducing)
 
-    def _land_told(self, reducing: _Reducing) -> None:
+    def _land_told(self, reducing: Reducing) -> None:
         """Land a reduction; all ranks are told of an error."""
         try:
             with self._link.rounds.judged(_want(reducing.plan)):

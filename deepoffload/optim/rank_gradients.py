@@ -139,7 +139,10 @@ class RankGradients(Gradients):
         name = f"{unit.name}.late_gradients"
         block = self.tiers.create(name, BlockKind.GRADIENT, layout.shard_nbytes, None, forms, layout.whole_nbytes)
         self.give_block(block, handles, cuts, [torch.float32] * len(handles))
+        names = [f"{h.name}.grad" for h in unit.handles]
+        assert isinstance(self.pager.memory, CopyMemory), "it shows what several ranks store"
         try:
+            self.pager.memory.serve(block, gradients_number(late_index(unit.index)), layout.sections, names)
             self.contributions.reserve_late(unit, block, layout)
         except BaseException:
             for h in handles:
@@ -147,9 +150,6 @@ class RankGradients(Gradients):
             self.tiers.remove(block)
             raise
         unit.late_gradients.append(block)
-        names = [f"{h.name}.grad" for h in unit.handles]
-        assert isinstance(self.pager.memory, CopyMemory), "it shows what several ranks store"
-        self.pager.memory.serve(block, gradients_number(late_index(unit.index)), layout.sections, names)
 
     def not_trained(self, unit_index: int) -> UnsupportedError:
         """What is raised where another rank has a gradient of what is frozen here."""

@@ -86,8 +86,8 @@ def find_accelerator(config: Config, ranks: RankMap | None = None) -> ComputeDev
         launch = read_launch(os.environ)  # these ranks may be some of the host's processes, as along one axis of a mesh
         said = None if launch is None else launch.local_rank
         number = ranks.local_rank if said is None else said
-        if torch.accelerator.current_device_index() == 0 and number < torch.accelerator.device_count():
-            torch.accelerator.set_device_index(number)
+        if torch.accelerator.current_device_index() == 0:
+            torch.accelerator.set_device_index(number % torch.accelerator.device_count())
     return Accelerator(device)
 
 
