@@ -107,6 +107,8 @@ class Budgets:
     """One line per tier."""
     host_ranks: int = 1
     """Ranks of the host, which share its budgets."""
+    device_ranks: int = 1
+    """Ranks that compute on one device, and share its budget."""
     activation_bytes: int = 0
     """Of ``host_bytes``, the part for activations."""
     activation_share: float = 0.0
@@ -158,7 +160,7 @@ def resolve_budgets(
     reasons = (device_reason, host_reason, nvme_reason)
     share = ACTIVATION_SHARES[config.offload_activations] if part_bytes and config.offload_activations else 0.0
     share = share if config.activation_budget is None else 0.0
-    return Budgets(device_bytes, host_bytes, nvme_bytes, reasons, host_ranks, part_bytes, share, where)
+    return Budgets(device_bytes, host_bytes, nvme_bytes, reasons, host_ranks, 1, part_bytes, share, where)
 
 
 def unsaid_device_bytes(free_bytes: int) -> int:

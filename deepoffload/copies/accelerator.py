@@ -137,7 +137,10 @@ class Accelerator:
     def is_capturing(self) -> bool:
         """Whether what is launched on the current stream is captured into a graph, and not run."""
         asked = getattr(self._module, "is_current_stream_capturing", None)  # not every backend has graphs
-        return asked is not None and bool(asked())
+        if asked is None or self._module.current_device() == self.device.index:
+            return asked is not None and bool(asked())
+        with self._module.device(self.device):
+            return bool(asked())
 
     def identity(self) -> str | None:
         """What tells this device from all others of all hosts; None where it does not say."""

@@ -62,7 +62,7 @@ def find_budgets(
         free_bytes //= sharing
         config = replace(config, device_budget=None if said is None else said // sharing)
     found = resolve_budgets(config, measured, device, free_bytes, host_ranks(agreement))
-    return agree_on_budgets(agreement, found)
+    return agree_on_budgets(agreement, replace(found, device_ranks=sharing))
 
 
 def _sharing(agreement: Agreement, device: Device, identity: str | None) -> int:

@@ -51,7 +51,7 @@ class Rank0Values:
         more than values keep them."""
         with outside_user_modes():
             found = [(name, buffer) for root in roots for name, buffer in root.named_buffers() if _is_ordinary(buffer)]
-            bytes_of = [buffer.detach().contiguous().view(-1).view(torch.uint8) for _, buffer in found]
+            bytes_of = [buffer.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, buffer in found]
             look = repr([(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in found])
             sums = _packed(map(_checksum, bytes_of))
             said = self._link.exchange_messages(hashlib.sha256(look.encode()).digest() + sums)
@@ -64,9 +64,7 @@ class Rank0Values:
 
 
 def _is_ordinary(buffer: Tensor) -> bool:
-    return (
-        type(buffer) is Tensor and buffer.device.type == "cpu" and buffer.layout is torch.strided and buffer.numel() > 0
-    )
+    return type(buffer) is Tensor and not buffer.is_meta and buffer.layout is torch.strided and buffer.numel() > 0
 
 
 def _checksum(values: Tensor) -> int:

@@ -51,6 +51,7 @@ class Refusals:
         self._pager = pager
         self._config = config
         self._host_ranks = budgets.host_ranks
+        self._device_ranks = budgets.device_ranks
         self._capacity_bytes = capacity_bytes
         self._nvme_bytes = nvme_bytes
         self._bandwidths = bandwidths
@@ -109,7 +110,7 @@ class Refusals:
         each rank so much. Where it is one layer of ``roots`` that takes most of that memory, it says how to split it.
         """
         if isinstance(error, DevicePlacementError):
-            return error
+            return self._for_device(error)
         text, enough, enough_nvme = str(error), error.enough_bytes, error.enough_nvme_bytes
         if enough is not None:
             said, newline, table = text.partition("\n")
@@ -128,6 +129,14 @@ class Refusals:
             text = _renamed(text, enough_nvme, enough_nvme * self._host_ranks, share.format(enough_nvme))
             enough_nvme *= self._host_ranks
         return PlacementError(text, enough, enough_nvme_bytes=enough_nvme)
+
+    def _for_device(self, error: DevicePlacementError) -> DevicePlacementError:
+        """The same of one rank's part of a device's budget."""
+        each_bytes, ranks = error.enough_bytes, self._device_ranks
+        if each_bytes is None or ranks == 1:
+            return error
+        share = f" ({each_bytes} for each of the {ranks} ranks that compute there)"
+        return DevicePlacementError(_renamed(str(error), each_bytes, each_bytes * ranks, share), each_bytes * ranks)
 
     def _of_blocks(self, capacity_bytes: int) -> tuple[int, str]:
         """The budget of one rank that leaves so much for blocks, and what else it is for."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import deepoffload
+import deepoffload.deepspeed as deepspeed
 from deepoffload.config import parse_config
 from deepoffload.errors import UnsupportedError
 from deepoffload.ranks.places import RankMap
@@ -132,6 +133,29 @@ def add_a_layer(_: str) -> list[str]:
 
 def test_a_layer_that_is_made_on_the_device_later(tmp_path: Path) -> None:
     first, second = values_of(add_a_layer, 2, str(tmp_path))
+    assert first == second
+
+
+def values_of_rank_0(_: str) -> list[str]:
+    """A model that is on the device already, and that each rank has built with other values and buffers."""
+    from tests.support.simulated_gpu import install
+
+    install()
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(f"simgpu:{rank}")
+    model[1].running_mean.fill_(rank)
+    torch.accelerator.set_device_index(rank)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "host_budget": "64MiB"}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    found = [digest(value) for value in engine.module.state_dict().values()]
+    engine.close()
+    return found
+
+
+def test_values_of_rank_0_come_to_models_on_devices(tmp_path: Path) -> None:
+    first, second = values_of(values_of_rank_0, 2, str(tmp_path))
     assert first == second
 
 
