@@ -188,6 +188,20 @@ class Arena(Ranges):
         self._before_release: list[Callable[[], None]] = []
         weakref.finalize(self.buffer, _release, mapping, self._before_release).atexit = False
 
+    def give_back_holes(self) -> int:
+        """Give the memory of holes back to the system until it is used again. Returns how many bytes. Whole huge pages
+        only: what is cut into small ones stays so, and the disk is slower then.
+
+        Nothing where pages have to stay where they are.
+        """
+        given = 0
+        for start, nbytes in self._hole_sizes.items() if self.lends else ():
+            first = round_up(self.address + start, _HUGE_BYTES) - self.address
+            whole = (self.address + start + nbytes) // _HUGE_BYTES * _HUGE_BYTES - self.address - first
+            if whole > 0 and self._mapping.forget(first, whole):
+                given += whole
+        return given
+
     def lend(self, nbytes: int) -> int | None:
         """Offset of a range at spare addresses, with the memory of so many bytes of holes, which are in use until it is
         freed; None when less is free, or the system does not let pages go.

@@ -134,7 +134,10 @@ class Pager:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def assembled(self) -> None:
-        """The models are built: from now on their gradients land."""
+        """The models are built: from now on their gradients land. What construction used and freed goes back to the
+        system."""
+        if not self.tiers.poison:
+            self.tiers.arena.give_back_holes()
         if self.engine is not None:
             self.gradients = self.engine.gradients
 

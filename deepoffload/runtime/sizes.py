@@ -127,8 +127,8 @@ class Sizer:
         )
 
     def _parts_of(self, handle: ParamHandle) -> int:
-        """What is built on a device stays whole."""
-        return self._shares if handle.device.type == "cpu" else 1
+        """What is built on a device stays whole. One that is only planned for is on the meta device."""
+        return self._shares if handle.device.type in ("cpu", "meta") else 1
 
     def _kept_bytes(self, nbytes: int) -> int:
         """Of a parameter before it comes to its unit."""

@@ -258,3 +258,24 @@ def _largest_gap(used: dict[int, int], capacity: int) -> int:
 def test_less_than_a_page_is_refused(capacity_bytes: int) -> None:
     with pytest.raises(BudgetError, match="less than a page"):
         Arena(capacity_bytes)
+
+
+def test_memory_of_holes_goes_back_to_the_system_as_whole_huge_pages() -> None:
+    huge = 2 << 20
+    arena = Arena(16 * huge)
+    kept, gone, last = (arena.allocate(nbytes) for nbytes in (huge // 2, 12 * huge, huge))
+    assert kept is not None and gone is not None and last is not None
+    arena.buffer[: arena.capacity_bytes] = b"\x01" * arena.capacity_bytes
+    before = resident_bytes()
+    arena.free(gone)
+    given = arena.give_back_holes()
+    assert 11 * huge <= given < 16 * huge
+    assert resident_bytes() <= before - given + huge
+    assert bytes(arena.buffer[kept : kept + huge // 2]) == b"\x01" * (huge // 2)
+    assert bytes(arena.buffer[last : last + huge]) == b"\x01" * huge
+    again = arena.allocate(12 * huge)
+    assert again == gone and bytes(arena.buffer[again + huge : again + 2 * huge]) == bytes(huge)
+
+
+def test_memory_that_a_device_knows_stays() -> None:
+    assert Arena(4 << 20, lends=False).give_back_holes() == 0

@@ -42,7 +42,7 @@ def test_a_gpt(tmp_path: Path) -> None:
         cell("gpt", "fp16", "memory", "evicted", "deferred"),
         cell("gpt", "bf16", "memory", "evicted", "in_backward", micro_batches=2),
         cell("gpt", "bf16", "memory", "least", "speculative"),
-        Job(config={**TIGHT, **VERTICAL}, micro_batches=3, accumulates=True, torch_clips=True),
+        Job(config={**TIGHT, **VERTICAL}, micro_batches=2, steps=2, accumulates=True, torch_clips=True),
     )
     found = check_all(jobs, tmp_path)
     assert all(rank.stats["device_evictions"] > 0 for rank in found[5])
