@@ -121,7 +121,8 @@ class KeptBytes:
         self._spare.pop(block.id, None)
 
     def will_write(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Call before bytes of a block that is kept in parts are written: their addresses, and how many.
+        """Call before bytes of a block that is kept in parts are written: their addresses, and how many. Blocks may
+        slide to make room for what is kept: what writes the bytes takes their addresses afterwards.
 
         Raises:
             BudgetError, IoFailure: there is no room for them, in memory or on disk. Nothing is written then.

@@ -274,11 +274,6 @@ def to_fp32(stored: Tensor, scales: Tensor | None, target: int) -> None:
             values_at(target, stored.numel(), torch.float32).copy_(stored)
 
 
-def weight_range(segment: Segment) -> tuple[int, int]:
-    """Address and bytes of the weights that an update of a segment writes."""
-    return segment.weight, segment.numel * (4 if segment.weight_dtype is DType.FP32 else 2)
-
-
 def ranges_of(segment: Segment, state_dtype: StateDType) -> Iterator[tuple[int, int]]:
     """Addresses and bytes of what an update of a segment writes."""
     sizes = {"weight": 4 if segment.weight_dtype is DType.FP32 else 2, "remainder": 2, "master": 4}

@@ -8,7 +8,7 @@ knows nothing of when it runs; so the bits are the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from deepoffload.optim.device_update import run_piece, updates_on_device
 from deepoffload.optim.gradients import NATIVE_DTYPES, Gradients
 from deepoffload.optim.relayout import fit_pieces
 from deepoffload.optim.rule import Hyper, Rule, UpdateJob
-from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight, ranges_of, weight_range
+from deepoffload.optim.state import MASTER_PART_KEYS, PieceView, ensure_pieces, follow_weight, ranges_of
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.edits import look_for_edits
 from deepoffload.params.layout import PieceSegment
@@ -285,6 +285,7 @@ class HostUpdate:
                         self._lease(piece_lease, needed)
                         for block in needed:
                             change.will_change(block)
+                        change.will_write(self._weight_ranges(piece))  # other blocks may slide to make room for it
                         self._run_piece(unit, piece, PieceView(self.tiers, piece) if needed else None, change)
                         for block in needed:
                             change.changed(block)
@@ -310,6 +311,13 @@ class HostUpdate:
             self.tiers.acquire(block)
             stack.callback(self.tiers.release, block)
 
+    def _weight_ranges(self, piece: StatePiece) -> Iterator[tuple[int, int]]:
+        """Addresses and bytes of the weights that the update of a piece writes."""
+        for part in piece.layout.segments:
+            handle = piece.handles[part.tensor]
+            if handle in self.jobs:
+                yield handle.element_address(part.start), part.numel * handle.dtype.itemsize
+
     def _run_piece(self, unit: Unit, piece: StatePiece, view: PieceView | None, change: Change) -> None:
         hypers: list[Hyper] = []
         segments: list[Segment] = []
@@ -333,7 +341,6 @@ class HostUpdate:
                     **(self._state(piece, view, part, handle, job) if view is not None else {}),
                 )
             )
-        change.will_write(weight_range(segment) for segment in segments)
         begin_s = time.perf_counter()
         elsewhere, threads = change.elsewhere(), num_threads()
         self.rule.kernel(

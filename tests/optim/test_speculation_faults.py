@@ -17,6 +17,7 @@ import deepoffload
 from deepoffload.errors import IoFailure, PlacementError
 from deepoffload.io.engine import IoEngine
 from deepoffload.memory.kept_bytes import KeptBytes
+from deepoffload.native.aio import PAGE_BYTES
 from deepoffload.runtime import disk as disk_module
 from tests.optim.deferred import backward, sorted_state, units_guessed
 from tests.optim.test_deferred import chunks_of
@@ -162,6 +163,35 @@ def test_interrupted(paging: Paging, monkeypatch: pytest.MonkeyPatch, place: str
     assert units_guessed(model) == 0
     train(model, optimizer, NOT_CLIPPING, first=3)
     assert_same_bits(expected, [weights_of(model), sorted_state(optimizer)])
+
+
+def test_blocks_slide_to_make_room_for_what_is_kept(paging: Paging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that the update is about to use: it takes their addresses afterwards. Here they slide each time."""
+
+    def run(step_overlap: str) -> Any:
+        setting = replace(SETTING, room=4.0, step_overlap=step_overlap, precision="keep", evict_always=False)
+        model = paging.build(partial(mlp, depth=4), setting, key="deferred")
+        optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=NOT_CLIPPING)
+        train(model, optimizer, *[NOT_CLIPPING] * 5, CLIPPING, NOT_CLIPPING)
+        return result(model, optimizer)
+
+    expected = run("none")
+    slid: list[str] = []
+    real = KeptBytes.will_write
+
+    def will_write(self: Any, ranges: Any) -> None:
+        real(self, ranges)
+        tiers = self._tiers
+        before = {block: block.offset for block in tiers.resident() if block.leases}
+        for granule_bytes in range(tiers.arena.free_bytes, 0, -PAGE_BYTES):
+            tiers.merge_holes(granule_bytes)
+        slid.extend(block.name for block, offset in before.items() if block.offset != offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptBytes, "will_write", will_write)
+        got = run("speculative")
+    assert slid, "nothing has slid: this tested nothing"
+    assert_same_bits(expected, got)
 
 
 def test_killed(programs: Programs, nvme_path: Path, tmp_path: Path) -> None:
