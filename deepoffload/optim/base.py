@@ -36,7 +36,7 @@ from deepoffload.optim.update import HostUpdate
 from deepoffload.optim.variation import Variation
 from deepoffload.params.graph_modes import refuse_capture
 from deepoffload.params.pager import Pager
-from deepoffload.params.torch_private import leave_to_python
+from deepoffload.params.torch_compiler import leave_to_python, without_compiler
 from deepoffload.params.unit import ParamHandle
 
 _NOTHING = nullcontext()
@@ -110,7 +110,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; refuses settings out of range and parameters without values."""
-        super().add_param_group(param_group)
+        without_compiler(super().add_param_group)(param_group)
         try:
             self._check_group(self.param_groups[-1])
             adopt_newcomers(self.param_groups[-1:])
@@ -168,7 +168,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
                 with pager.lock:
                     speculation.forget(self)
         if not set_to_none:
-            super().zero_grad(set_to_none)
+            without_compiler(super().zero_grad)(set_to_none)
             return
         for param, _ in self._each():
             handle = handle_of(param)
@@ -433,5 +433,6 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
 
 
 # Dynamo cannot follow these. It cuts a compiled training step at each of them.
+leave_to_python(HostOptimizer.add_param_group, "an optimizer of paged weights runs as Python")
 leave_to_python(HostOptimizer.zero_grad, "an optimizer of paged weights runs as Python")
 leave_to_python(HostOptimizer.apply_step, "an optimizer of paged weights runs as Python")

@@ -21,7 +21,8 @@ from torch import nn
 
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.sharding import NO_WRAPPER
-from deepoffload.params.torch_private import NOT_CAPTURED, active_ddp_module, leave_to_python
+from deepoffload.params.torch_compiler import NOT_CAPTURED, leave_to_python
+from deepoffload.params.torch_private import active_ddp_module
 
 
 class NoWindow:

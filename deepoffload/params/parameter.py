@@ -29,15 +29,14 @@ from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.state_dict_values import is_weight_itself, lazy_weight
 from deepoffload.params.tensor_lists import calls_of_one
+from deepoffload.params.torch_compiler import NOT_CAPTURED, not_captured
 from deepoffload.params.torch_private import (
     MODULE_SAVE,
-    NOT_CAPTURED,
     PARAMETER_NEW,
     Operators,
     door_caller,
     get_data,
     make_dual,
-    not_captured,
     past_doors,
     refuse_tracing,
     set_data,

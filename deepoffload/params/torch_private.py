@@ -258,28 +258,6 @@ def count_change(tensor: Tensor) -> None:
     increment_version(tensor)
 
 
-NOT_CAPTURED = (
-    "the bytes of a paged weight come and go, which Python has to see to; torch.cond, while_loop, scan and map capture "
-    "all that is in them: use if and for of Python, or give them weight.clone() as an operand (docs/compile.md)"
-)
-
-
-def not_captured(function: Callable[..., Any], why: str) -> None:
-    """Have Dynamo capture no call of ``function``. Where it has to capture everything, torch's error says ``why``."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
-
-
-def leave_to_python(function: Callable[..., Any], why: str) -> None:
-    """Have Dynamo run ``function``, and all it calls, as Python: what ``torch._dynamo.disable`` does, without importing
-    Dynamo, which takes seconds. A torch that lacks the names compiles our hooks, which is slow and not wrong."""
-    not_captured(function, why)
-    frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
 def refuse_tracing() -> None:
     """``torch.jit.trace`` would store stand-ins as constants: a model that is silently wrong. ``make_fx`` would record
     what we do with bytes."""

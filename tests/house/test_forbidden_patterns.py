@@ -26,7 +26,7 @@ NATIVE_CALLERS = ("memory", "copies", "optim", "checkpoint", "ranks")
 """Parts of the package that give native code the addresses of their own tensors."""
 PRINTING_PARTS = ("cli", "estimate")
 """Parts of the package whose job is to print."""
-TORCH_PRIVATE = [ROOT / "deepoffload" / "params" / f"torch_{what}.py" for what in ("private", "thread")]
+TORCH_PRIVATE = [ROOT / "deepoffload" / "params" / f"torch_{what}.py" for what in ("private", "thread", "compiler")]
 PROGRAMS_GROUPS = ROOT / "deepoffload" / "deepspeed" / "comm.py"
 """Gives a program torch's process groups by other names; the engine uses none of them."""
 FOREACH = "_foreach_"

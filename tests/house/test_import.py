@@ -50,6 +50,24 @@ def test_nothing_that_is_offered_loads_a_package_that_only_some_need():
     assert not {name.partition(".")[0] for name in loaded_by_import(everything=True)} & set(HEAVY)
 
 
+def test_training_does_not_load_the_compiler():
+    """torch's optimizers do: two seconds and 70 MB, also where nothing is compiled."""
+    program = """
+import sys, torch, deepoffload
+with deepoffload.offload_context({"host_budget": "100 MB"}):
+    model = torch.nn.Linear(8, 8)
+optimizer = deepoffload.CPUAdamW([{"params": [model.weight]}], lr=1e-3)
+optimizer.add_param_group({"params": [model.bias]})
+for _ in range(2):
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+print("torch._dynamo" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.split()[-1] == "False"
+
+
 def test_errors_are_there_after_a_bare_import():
     program = "import deepoffload; assert 'errors' in dir(deepoffload); print(deepoffload.errors.ConfigError.__name__)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
