@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from deepoffload.errors import DeepOffloadError, UsageError
 from deepoffload.ranks.limited_store import LimitedStore
-from deepoffload.ranks.notices import LOOK_S, Notices, kind_of
+from deepoffload.ranks.notices import LOOK_S, Missing, Notices, kind_of
 
 
 class _Message(NamedTuple):
@@ -175,10 +175,17 @@ class JointTask:
     def _heard(self, part: str, rank: int) -> _Message:
         """What a rank gives to a part."""
         tasks, key = self._tasks, f"{part} of {rank}"
-        waits = f"rank {rank} at {self.what}"
-        tasks.notices.wait(lambda: tasks.store.check(key), waits, lambda: tasks.store.add(self._beat, 0))
+        missing = None
+        if self._part == 1:  # who has come to the first part comes to the others, or says why not
+            ranks = range(self.world_size)
+            missing = Missing(self.what, self._key, lambda: [one for one in ranks if not self._has_said(part, one)])
+        place = f"rank {rank} at {self.what}"
+        tasks.notices.wait(lambda: tasks.store.check(key), place, lambda: tasks.store.add(self._beat, 0), missing)
         said: _Message = pickle.loads(tasks.store.get(key))
         return said
+
+    def _has_said(self, part: str, rank: int) -> bool:
+        return self._tasks.store.check(f"{part} of {rank}")
 
     def _check(self, rank: int, said: _Message) -> None:
         """Raise what a rank has failed with, and where it is at something else."""

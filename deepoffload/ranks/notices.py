@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from deepoffload import errors
 from deepoffload.errors import DeepOffloadError, RankError
@@ -23,6 +24,22 @@ POLL_S = 0.001
 LONGEST_POLL_S = 0.05
 LOOK_S = 1.0
 """How often a wait looks whether another rank has gone or failed, and how often a rank that is busy says that it is."""
+
+
+class Missing(NamedTuple):
+    """Whom a wait of the program waits for, until these have come.
+
+    Attributes:
+        at: what all of them have to come to, for people.
+        key: of this very wait, the same on all ranks.
+        ranks: those that have not come. Asked now and then.
+        by: where one rank alone is waited for; else all of them are.
+    """
+
+    at: str
+    key: str
+    ranks: Callable[[], Collection[int]]
+    by: int | None = None
 
 
 class Notices:
@@ -58,8 +75,17 @@ class Notices:
         """
         key = self._key(what)
         with self.kept_together():
+            self._store.set(f"{key} on {self._rounds.rank}", "")
             self._store.add(key, 1)
-            self.wait(lambda: self._store.add(key, 0) >= self._world_size, what, lambda: self._store.add(key, 0))
+            self.wait(
+                lambda: self._store.add(key, 0) >= self._world_size,
+                what,
+                lambda: self._store.add(key, 0),
+                Missing(what, key, lambda: self._not_there(key)),
+            )
+
+    def _not_there(self, key: str) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._store.check(f"{key} on {rank}")]
 
     @contextmanager
     def telling(self, what: str) -> Iterator[Callable[[], None]]:
@@ -68,7 +94,10 @@ class Notices:
         Yields:
             To be called now and then: the others see that it goes on.
         """
-        key, said = self._key(what), time.monotonic()
+        key, number = self._counted(what)
+        said = time.monotonic()
+        with self.kept_together():
+            self._store.add(f"{key} begun", 1)
 
         def alive() -> None:
             nonlocal said
@@ -81,49 +110,78 @@ class Notices:
             yield alive
         except BaseException as error:
             text = f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
-            self._tell(key, [type(error).__name__, text])
+            self._tell(f"{key} #{number}", [type(error).__name__, text])
             raise
-        self._tell(key, None)
+        self._tell(f"{key} #{number}", None)
 
     def await_told(self, what: str, by: int) -> None:
-        """Return when rank ``by`` has done what it does alone.
+        """Return when rank ``by`` has done what it does alone: as often as this one has called this since all ranks met
+        last. Where it is at it once more, or has made some of its calls alone, the last one that it has begun counts.
 
         Raises:
             DeepOffloadError: what it has failed with. RankError: it has gone, or does not do it within the limit.
         """
-        key = self._key(what)
+        key, number = self._counted(what)
+        found = ""
+
+        def last() -> str:
+            return f"{key} #{max(number, self._store.add(f'{key} begun', 0))}"
+
+        def is_told() -> bool:
+            nonlocal found
+            found = last()
+            return self._store.check(found)
+
         with self.kept_together():
             self.wait(
-                lambda: self._store.check(key),
+                is_told,
                 f"{what} on rank {by}",
                 lambda: self._store.add(f"{key} goes on", 0),
+                Missing(what, key, lambda: [] if self._store.check(last()) else [by], by),
             )
-            told = json.loads(self._store.get(key))
+            told = json.loads(self._store.get(found))
         if told is not None:
             name, text = told
             raise kind_of(name)(f"rank {by} has failed at {what}: {text}")
 
     def _key(self, what: str) -> str:
-        """Of the same call on all ranks, also where some calls are made by one rank alone: those before the last step
-        do not count."""
-        key = f"{what} after {self._rounds.steps} steps"
+        key, number = self._counted(what)
+        return f"{key} #{number}"
+
+    def _counted(self, what: str) -> tuple[str, int]:
+        """What the same call on all ranks has in common, and its number. Some calls are made by one rank alone: those
+        before the ranks met last do not count."""
+        key = f"{what} after {self._rounds.meetings} meetings"
         self._times[key] += 1
-        return f"{key} #{self._times[key]}"
+        return key, self._times[key]
 
     def _tell(self, key: str, message: object) -> None:
         with self.kept_together():
             self._store.set(key, json.dumps(message))
 
-    def wait(self, over: Callable[[], bool], what: str, progress: Callable[[], int]) -> None:
+    def wait(
+        self, over: Callable[[], bool], what: str, progress: Callable[[], int], missing: Missing | None = None
+    ) -> None:
         """Return when ``over``. To be called inside of :meth:`kept_together`.
 
         Args:
             what: is waited for.
             progress: as long as it changes, something happens.
+            missing: who is waited for, where others may never come.
 
         Raises:
-            RankError: another rank has gone or failed, or nothing has happened for too long.
+            RankError: another rank has gone or failed, does not come, or nothing has happened for too long.
         """
+        away = self._rounds.away
+        if missing is None or not away.is_of_program():
+            self._wait(over, what, progress, lambda: None)
+        else:
+            with away.waits(missing.at, missing.key, missing.by):
+                self._wait(over, what, progress, lambda: away.look_around(missing.ranks))
+
+    def _wait(
+        self, over: Callable[[], bool], what: str, progress: Callable[[], int], look_around: Callable[[], None]
+    ) -> None:
         heard = looked = time.monotonic()
         seen, pause_s = progress(), POLL_S
         while not over():
@@ -131,6 +189,7 @@ class Notices:
             if now - looked >= LOOK_S:
                 looked = now
                 self._look_after()
+                look_around()
                 if (said := progress()) != seen:
                     seen, heard = said, now
             if now - heard >= self._timeout_s:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.collectives import LinkError, wait_within
 from deepoffload.ranks.links import RoundLink
 from deepoffload.ranks.recording import RankRecorder
-from deepoffload.ranks.rounds import NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
+from deepoffload.ranks.rounds import ANSWERS, NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
 from deepoffload.ranks.wait_times import WaitTimes
 
 AHEAD = 2
@@ -75,6 +76,7 @@ class RoundRunner:
         said: the last want that this rank has said.
         met: what all ranks have met at, until somebody takes note of it.
         joined: the ranks that were there because they have joined.
+        unmet: what every rank has said in the last round, in rank order; nothing where that was a meeting.
         bytes_wanted: whether any rank asked for a payload in the last round.
         heard: when a payload was launched or over, or something met, on the clock of ``time.monotonic``.
         held: above zero no round is taken and nothing is launched: what a launch calls, or an update, is in the middle
@@ -88,6 +90,7 @@ class RoundRunner:
         self.said = NOTHING
         self.met: WantKind | None = None
         self.joined: tuple[int, ...] = ()
+        self.unmet: tuple[Want, ...] = ()
         self.bytes_wanted = False
         self._said_at = 0.0
         self._answered: tuple[Want, float] | None = None
@@ -137,7 +140,7 @@ class RoundRunner:
             work = self._link.work
             if work is None:  # another thread has met the error, and still asks who has gone
                 raise LinkError("a connection has ended before this round")
-            helps = self.rounds.has_queue or asked.kind not in RESTS - {WantKind.WAIT} | {WantKind.NOTHING}
+            helps = self.rounds.has_queue or asked.kind not in RESTS - {WantKind.WAIT} | ANSWERS
             return Waitable(lambda limit_s: wait_within(work, limit_s), self.rounds.counts.rounds, helps)
         reduces = any(p.kind is WantKind.REDUCE and known is flight for _, p, known in self._flights)
         for launched, payload, known in self._flights:
@@ -184,7 +187,7 @@ class RoundRunner:
         answered, self._answered = self._answered, None
         if answered is not None and answered[0] in others:
             self.times.ended(time.monotonic() - answered[1])
-        if NOTHING in others:
+        if any(want.kind in ANSWERS for want in others):
             self._answered = self.said, self._said_at
 
     def _say(self, want: Want) -> None:
@@ -205,6 +208,7 @@ class RoundRunner:
             raise PeersFailedError(outcome.failed)
         if outcome.apart:
             raise PeersApartError(wants, [steps for *_, steps, _ in messages])
+        self.unmet = tuple(wants) if outcome.met is None else ()
         if outcome.met is not None:
             self.met, self.joined = outcome.met, outcome.joined
         if outcome.payloads or outcome.met is not None:
@@ -222,3 +226,34 @@ class RoundRunner:
             if flight is not None:
                 self._flights.append((number, payload, flight))
                 self._launched_s[flight] = time.perf_counter()
+
+
+def say_failure(
+    runner: RoundRunner,
+    lock: AbstractContextManager[Any],
+    nudge: Callable[[int], None],
+    has_heard: Callable[[], bool],
+    limit_s: float,
+) -> None:
+    """Say in a round that this rank has failed. Returns when all ranks have heard it, at the latest after ``limit_s``.
+
+    Args:
+        lock: of the runner; not held.
+        nudge: tells the others to take a round.
+        has_heard: whether this rank raises an error in all of its calls. Asked with the lock held.
+    """
+    until = time.monotonic() + limit_s
+    rounds = runner.rounds
+    with lock:
+        number = rounds.counts.rounds + (rounds.asked is not None)
+        rounds.fail()
+    nudge(number)
+    while (left_s := until - time.monotonic()) > 0:
+        with lock:
+            if has_heard():
+                return
+            runner.advance()
+            if rounds.asked is None:
+                return  # the thread has taken the round in which this was said: all have heard it
+            waitable = runner.waitable()
+        waitable.within(left_s)

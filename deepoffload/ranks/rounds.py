@@ -41,6 +41,8 @@ class WantKind(enum.IntEnum):
     EDIT = 9
     """The program is about to change a tensor of a unit, or has changed it; over when all ranks say so of the same
     tensor and, afterwards, of the same values."""
+    AWAY = 10
+    """The program waits for others outside of rounds, at a save for example; said by the thread."""
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
@@ -55,14 +57,17 @@ RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE, WantKind.EDIT}
 """What a rank says again in every round until it is over: it waits, and serves the others meanwhile."""
 NAMED = OF_UNITS | {WantKind.EDIT}
 """What says which unit it is about."""
+ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY})
+"""What the thread says for a program that is not in a call of ours, or waits outside of rounds."""
 
 
 class Want(NamedTuple):
     """What a rank needs next.
 
     Attributes:
-        unit: a unit's index, 0 for a kind that is not of a unit.
-        content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; 0 for other kinds.
+        unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; 0 for other kinds.
+        content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY, a number that stands
+            for what it waits at; 0 for other kinds.
     """
 
     kind: WantKind
@@ -167,6 +172,7 @@ class Rounds:
     Attributes:
         asked: what this rank says in the round that is under way, or None between rounds.
         steps: how many steps all ranks have made.
+        meetings: how often all ranks have met, at steps and elsewhere.
     """
 
     rank: int
@@ -174,6 +180,7 @@ class Rounds:
     exchange: Callable[[Want], None]
     asked: Want | None = None
     steps: int = 0
+    meetings: int = 0
     counts: RoundCounts = field(default_factory=RoundCounts)
     _queue: deque[Want] = field(default_factory=deque)
     _held: HeldReductions = field(init=False)
@@ -208,12 +215,13 @@ class Rounds:
         if self.asked is None and not self._queue:
             self._say(want)
 
-    def answer(self) -> bool:
+    def answer(self, want: Want = NOTHING) -> bool:
         """Enter the next round for a program that is elsewhere. Returns whether there was nothing else to say."""
+        assert want.kind in ANSWERS, want
         if self.asked is not None or self._queue:
             return False
         self.counts.answers += 1
-        self._say(NOTHING)
+        self._say(want)
         return True
 
     def fail(self) -> None:
@@ -248,6 +256,7 @@ class Rounds:
             return RoundOutcome(apart=True)
         payloads = tuple(self._launched(wants))
         met = self._meet(kinds, len(set(wants)))
+        self.meetings += met is not None
         if WantKind.EDIT in kinds and met is None and not payloads and kinds <= RESTS - {WantKind.WAIT}:
             return RoundOutcome(apart=True)
         return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))

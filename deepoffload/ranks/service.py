@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.apart import PeersApartError
+from deepoffload.ranks.away import Away
 from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
@@ -46,6 +47,7 @@ from deepoffload.ranks.round_runner import (
     PeersFailedError,
     RoundRunner,
     Waitable,
+    say_failure,
 )
 from deepoffload.ranks.rounds import NOTHING, PARTS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
@@ -69,6 +71,9 @@ class RoundService:
     """One rank's part in the rounds. Any thread may call it.
 
     It has many methods, because every wait for another rank is one of them: who waits elsewhere serves nobody.
+
+    Attributes:
+        away: what waits outside of rounds says there that it does.
 
     Args:
         store: nobody else uses its keys.
@@ -126,6 +131,7 @@ class RoundService:
             lambda other: self._sleeper.is_alarmed(other),
         )
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
+        self.away = Away(rank, self._runner, self._lock, self._sleeper.nudge, self.end_all)
         self._cancel_at_exit = call_at_exit(at_exit_of(weakref.ref(self)))
 
     # -- what the program says --------------------------------------------------------------------------------------
@@ -196,9 +202,9 @@ class RoundService:
         return self._failure is not None
 
     @property
-    def steps(self) -> int:
-        """How many steps all ranks have met at."""
-        return self._runner.rounds.steps
+    def meetings(self) -> int:
+        """How often all ranks have met, at steps and elsewhere. The same on all ranks at one place of the program."""
+        return self._runner.rounds.meetings
 
     def is_pending(self, want: Want) -> bool:
         """Whether what this rank has posted has still to be launched."""
@@ -213,6 +219,7 @@ class RoundService:
             :attr:`joined` has the ranks that had joined.
         """
         want = Want(kind, unit, content)
+        self.away.trains_here()
         self._until(lambda: self._runner.met is not None, want, want)
         with self._lock:
             met, self._runner.met = self._runner.met, None
@@ -314,7 +321,7 @@ class RoundService:
             self._check_all(self._sleeper.reaches)
         if now >= max(patience.started, self._runner.heard) + self.timeout_s:
             cause = f"rank {self.rank} has waited {self.timeout_s:g} s {self._at(want)} and nothing has happened"
-            raise self._give_up(self._roll_call.inquire(self._here(), cause))
+            raise self.end_all(cause)
 
     def _nudge(self, number: int) -> None:
         self._nudges += len(self._others)
@@ -365,7 +372,7 @@ class RoundService:
             # What the program has asked for before it left costs no other rank a round.
             if rounds.counts.rounds > number and rounds.asked is None and not stays:
                 return None
-            if rounds.answer():
+            if rounds.answer(self.away.want):
                 self._answered_at = self._calls
             return self._runner.waitable()
 
@@ -384,6 +391,10 @@ class RoundService:
             self._give_up(verdict)
 
     # -- when something is wrong ------------------------------------------------------------------------------------
+    def end_all(self, cause: str) -> RankError:
+        """Find out where all ranks are, and let all raise that, and ``cause``. Returns the error."""
+        return self._give_up(self._roll_call.inquire(self._here(), cause))
+
     def check(self) -> None:
         """Raise what has failed before, if anything has."""
         if self._failure is not None:
@@ -407,8 +418,7 @@ class RoundService:
             raise cause from None
         except (LinkError, RankError) as error:
             if self._failure is None:
-                cause_text = f"rank {self.rank} has lost a connection {self._at(want)} ({error})"
-                self._give_up(self._roll_call.inquire(self._here(), cause_text))
+                self.end_all(f"rank {self.rank} has lost a connection {self._at(want)} ({error})")
             raise RankError(self._failure) from error
 
     def _give_up(self, text: str) -> RankError:
@@ -424,26 +434,13 @@ class RoundService:
     def _tell(self, text: str) -> str:
         """Say ``text`` to all ranks as this rank's failure. Returns what all raise: another may have failed first."""
         text = self._roll_call.judge(text)
-        until = time.monotonic() + HEARD_WITHIN_S
         try:
-            with self._lock:
-                rounds = self._runner.rounds
-                number = rounds.counts.rounds + (rounds.asked is not None)
-                rounds.fail()
-            self._nudge(number)
-            while (left_s := until - time.monotonic()) > 0:
-                with self._lock:
-                    if self._failure is not None:
-                        break
-                    self._runner.advance()
-                    if rounds.asked is None:
-                        break  # the thread has taken the round in which this was said: all have heard it
-                    waitable = self._runner.waitable()
-                waitable.within(left_s)
+            say_failure(self._runner, self._lock, self._nudge, lambda: self.has_failed, HEARD_WITHIN_S)
         except RuntimeError as error:
             log.debug("rank %d has told the others that it has failed: %s", self.rank, error)
         return text
 
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()
-        return Whereabouts(self._at(self._runner.said), self._runner.rounds.steps, waits)
+        where = f"at {self.away.what}" if self.away.what else self._at(self._runner.said)
+        return Whereabouts(where, self._runner.rounds.steps, waits or self.away.what != "")

@@ -42,7 +42,7 @@ class Waiting:
     def kept_together(self) -> Iterator[None]:
         yield
 
-    def wait(self, over: Callable[[], bool], what: str, progress: Callable[[], int]) -> None:
+    def wait(self, over: Callable[[], bool], what: str, progress: Callable[[], int], missing: Any = None) -> None:
         wait_until(over)
 
 

@@ -1,0 +1,152 @@
+"""Programs in which one rank makes a call that all ranks have to make, and the others go on to something else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepoffload
+from deepoffload import CPUAdamW
+from deepoffload.deepspeed.utils.fp32_access import safe_set_full_optimizer_state
+from deepoffload.errors import DeepOffloadError
+from deepoffload.runtime.context import engine_of
+from tests.ranks.saving import built, train
+from tests.support.rank_processes import LONG_S
+from tests.support.waiting import wait_until
+
+CONFIG: dict[str, Any] = {"host_budget": "32MiB", "ranks": {"timeout_s": LONG_S}}
+
+
+def save(model: nn.Module, optimizer: Any, path: str) -> None:
+    deepoffload.TrainingState(model, optimizer).save(path)
+
+
+def look_at_stats(model: nn.Module, optimizer: Any, path: str) -> None:
+    deepoffload.stats(model, all_ranks=True)
+
+
+def load(model: nn.Module, optimizer: Any, path: str) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def save_pretrained(model: nn.Module, optimizer: Any, path: str) -> None:
+    """Rank 0 alone may call it, no other."""
+    deepoffload.save_pretrained(model, path, rank0_only=True)
+
+
+def step(model: nn.Module, optimizer: Any, path: str) -> None:
+    train(model, optimizer, range(2, 4))
+
+
+def close(model: nn.Module, optimizer: Any, path: str) -> None:
+    engine_of(model).close()
+
+
+def edit(model: nn.Module, optimizer: Any, path: str) -> None:
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+
+
+def join(model: nn.Module, optimizer: Any, path: str) -> None:
+    with deepoffload.join(model):
+        pass
+
+
+def meet(model: nn.Module, optimizer: Any, path: str) -> None:
+    """All ranks wait for each other there, too, but not for what they wait for at a save."""
+    param = next(model.parameters())
+    safe_set_full_optimizer_state(param, torch.zeros(param.shape), "exp_avg")
+
+
+Call = Callable[[nn.Module, Any, str], None]
+
+
+def apart(calls: dict[int, Call], others: Call, path: str) -> tuple[str, float]:
+    """The ranks in ``calls`` make these, the others something else. Returns what is raised, and after how long."""
+    with built(CONFIG) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2))
+        begin = time.monotonic()
+        try:
+            calls.get(int(os.environ["RANK"]), others)(model, optimizer, path)
+            train(model, optimizer, range(4, 6))
+        except DeepOffloadError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begin
+        return "nothing was raised", time.monotonic() - begin
+
+
+def end_instead(path: str) -> None:
+    """Rank 0 saves, and the programs of the others end."""
+    torch.manual_seed(11)
+    with deepoffload.offload_context(CONFIG):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if os.environ["RANK"] == "0":
+        deepoffload.TrainingState(model, optimizer).save(path)
+
+
+def late(path: str, seconds: float) -> list[str]:
+    """Rank 0 waits long at a save, at numbers of all ranks and at a load, to which the other comes later: it evaluates
+    alone before, computes, and says the last thing while it waits itself."""
+    rank = int(os.environ["RANK"])
+    with built(CONFIG) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2))
+        for call in (save, look_at_stats, load):
+            if rank:
+                with torch.no_grad():
+                    model(torch.zeros(1, 8, dtype=torch.long))
+                time.sleep(seconds)
+            call(model, optimizer, path)
+            train(model, optimizer, range(2, 3))
+        return [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
+
+
+def look_in_a_thread(seconds: float) -> int:
+    """Another thread than the one that trains looks at the numbers of all ranks. That of rank 1 comes to it late, when
+    the training of rank 1 already waits for that of rank 0."""
+    rank = int(os.environ["RANK"])
+    with built(CONFIG) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2))
+        found: list[Any] = []
+
+        def look() -> None:
+            time.sleep(rank * seconds)
+            found.extend(deepoffload.stats(model, all_ranks=True))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        if rank == 0:
+            time.sleep(seconds)
+        train(model, optimizer, range(2, 4))
+        thread.join()
+        return len(found)
+
+
+def save_alone_and_together(directory: str) -> bool:
+    """Rank 0 saves alone, and then with the others into the same directory, in one step: these return when the second
+    save is there."""
+    rank = int(os.environ["RANK"])
+    here = Path(directory)
+    with built(CONFIG) as model:
+        if rank == 0:
+            deepoffload.save_pretrained(model, directory, rank0_only=True)
+            (here / "first").touch()
+        wait_until((here / "first").exists)
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)  # all ranks; no step is made
+        if rank == 0:
+            time.sleep(0.5)
+            (here / "second").touch()
+        deepoffload.save_pretrained(model, directory, rank0_only=True)
+        return (here / "second").exists()

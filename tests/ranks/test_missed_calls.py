@@ -1,0 +1,57 @@
+"""A call that all ranks have to make, and some do not: an error on all that says where each is, as soon as it is
+known. Who only comes late is waited for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import missed_programs as programs
+from tests.support.rank_processes import SOON_S, run_ranks, values_of
+
+CASES = {
+    "a save, and another step": ({0: programs.save}, programs.step, "TrainingState.save", "step"),
+    "numbers on the second rank": ({1: programs.look_at_stats}, programs.step, "stats(all_ranks=True)", "step"),
+    "a save, and the end": ({0: programs.save}, programs.close, "TrainingState.save", "close"),
+    "a load, and an edit": ({1: programs.load}, programs.edit, "loading optimizer state", "edit of "),
+    "a save, and no batches left": ({0: programs.save}, programs.join, "TrainingState.save", "join"),
+    "what rank 0 does not do": ({1: programs.save_pretrained}, programs.step, "save_pretrained", "step"),
+    "a save, and another wait": ({0: programs.save}, programs.meet, "TrainingState.save", "setting state"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_that_others_never_make_is_an_error_on_all(name: str, tmp_path: Path) -> None:
+    calls, others, first, second = CASES[name]
+    world_size = 3 if "save" in name and "step" in name else 2
+    ended = run_ranks(programs.apart, world_size, calls, others, str(tmp_path / "saved"))
+    texts = {one.value[0] for one in ended}
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert text.startswith("RankError: "), text
+    for rank in range(world_size):
+        place = first if rank in calls else second
+        assert re.search(rf"rank {rank} was at {re.escape(place)}", text), text
+    assert "all ranks make the same calls, in the same order" in text
+    assert all(one.value[1] < SOON_S for one in ended)
+
+
+def test_a_program_that_ends_before_a_save_of_another_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(programs.end_instead, 2, str(tmp_path / "saved"))
+    assert first.error == "RankError", first.text
+    assert "rank 0 was at TrainingState.save (step 1), rank 1 was at close (step 1)" in first.text
+    assert first.seconds < SOON_S
+
+
+def test_who_comes_late_is_waited_for(tmp_path: Path) -> None:
+    assert values_of(programs.late, 2, str(tmp_path / "saved"), 4.0) == [[], []]
+
+
+def test_a_thread_that_waits_is_no_program_that_waits() -> None:
+    assert values_of(programs.look_in_a_thread, 2, 4.0) == [2, 2]
+
+
+def test_rank_0_saves_alone_and_then_with_the_others(tmp_path: Path) -> None:
+    assert values_of(programs.save_alone_and_together, 2, str(tmp_path)) == [True, True]
