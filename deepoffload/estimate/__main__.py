@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             if not options.machine and not surely_too_large(subject, machine, config):
                 if _measured_by_others(options, together):
                     return on_ranks.start(options.ranks, argv)
-                machine = _machine(options, together)
+                machine = _machine(options, together, subject)
             found = _estimate(subject, machine, config, options, together)
     finally:
         if together is not None:
@@ -130,7 +130,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _infer(options: argparse.Namespace, subject: Subject, config: Config) -> int:
     context = options.context or options.seq or LENGTH
-    found = inference.estimate_inference(subject, _machine(options), config, options.batch, context)
+    found = inference.estimate_inference(subject, _machine(options, subject=subject), config, options.batch, context)
     print(json.dumps(inference.as_json(found), indent=1) if options.json else inference.text(found))
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
 
@@ -174,14 +174,20 @@ def _with_ranks(options: argparse.Namespace, spec: MachineSpec) -> MachineSpec:
     return spec if rate is None else replace(spec, rank_gather_bytes_per_s=rate, rank_reduce_bytes_per_s=rate)
 
 
-def _machine(options: argparse.Namespace, together: on_ranks.MeasuringRanks | None = None) -> MachineSpec:
+def _machine(
+    options: argparse.Namespace, together: on_ranks.MeasuringRanks | None = None, subject: Subject | None = None
+) -> MachineSpec:
     if options.machine:
         return _unmeasured(options)
+    libraries = [*(() if subject is None else subject.libraries)]
+    if subject is None or options.checkpointing:
+        libraries.append(measure.COMPILER)
+    fresh = options.measure is not None
     with _progress(together) as progress:
         if together is not None:
-            spec = replace(measure.unmeasured_machine(options.measure), process_bytes=measure.process_bytes())
+            spec = replace(measure.unmeasured_machine(options.measure), process_bytes=measure.process_bytes(libraries))
             return together.machine(spec, options.measure, progress)
-        found = measure.measure_machine(options.measure, fresh=options.measure is not None, progress=progress)
+        found = measure.measure_machine(options.measure, libraries=libraries, progress=progress, fresh=fresh)
     found = _with_ranks(options, found)
     if found.devices_per_node > 1:  # this process has measured with all cores, of which a rank has its part
         each = found.devices_per_node

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,20 @@ VALUES_STD = 0.02
 DISK_TIME_S = 2.0
 SHARE_REQUEST_BYTES, SHARE_BATCH = 8 << 20, 48
 
+COMPILER = "torch._dynamo"
+"""torch loads its compiler's front end when it checkpoints activations, and so do libraries such as transformers."""
+
 _PROCESS = """
-import torch, torch._dynamo, deepoffload
+import contextlib, importlib, sys
+import torch, deepoffload
 from deepoffload.optim.adam import CPUAdamW
 from deepoffload.runtime.context import offload_context
 layer = torch.nn.Linear(64, 64)
 for dtype in (torch.float32, torch.bfloat16):
     layer.to(dtype)(torch.randn(8, 64).to(dtype)).sum().backward()
+for name in sys.argv[1:]:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 with open("/proc/self/status") as status:
     fields = dict(line.split(":", 1) for line in status if ":" in line)
 print((int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024)
@@ -66,18 +73,26 @@ def unmeasured_machine(nvme_path: str | None = None) -> MachineSpec:
     )
 
 
-def measure_machine(nvme_path: str | None = None, *, fresh: bool = True, progress: Report = silent) -> MachineSpec:
+def measure_machine(
+    nvme_path: str | None = None,
+    *,
+    fresh: bool = True,
+    libraries: Sequence[str] = (COMPILER,),
+    progress: Report = silent,
+) -> MachineSpec:
     """Memory, rates, fixed costs and (with a path) disk of this machine; takes some seconds.
 
     Args:
         fresh: measure the disk now, instead of taking what the engine has measured in the last 30 days.
+        libraries: as of :func:`process_bytes`.
 
     Raises:
         ConfigError: the path is missing or not writable.
     """
     spec = unmeasured_machine(nvme_path)
     progress("memory of a process")
-    return measure_rates(replace(spec, process_bytes=process_bytes()), nvme_path, fresh=fresh, progress=progress)
+    spec = replace(spec, process_bytes=process_bytes(libraries))
+    return measure_rates(spec, nvme_path, fresh=fresh, progress=progress)
 
 
 def measure_rates(
@@ -163,13 +178,16 @@ def disk_share_while_computing(path: str, engine: IoEngine) -> float:
     return min(1.0, idle / computing)
 
 
-def process_bytes() -> int:
-    """Memory (RssAnon + RssShmem) of a fresh process that has loaded torch and deepoffload and run an operator."""
-    # Hooks and checkpointing are kept out of torch.compile, for which torch loads its compiler's front end.
+def process_bytes(libraries: Sequence[str] = (COMPILER,)) -> int:
+    """Memory (RssAnon + RssShmem) of a fresh process that has loaded torch and deepoffload and run an operator.
+
+    Args:
+        libraries: names of modules that the program loads, too; one that cannot be imported counts as nothing.
+    """
     root = str(Path(__file__).parents[2])  # however this program found it, the new one does, too
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", _PROCESS],
+        [sys.executable, "-c", _PROCESS, *libraries],
         capture_output=True,
         text=True,
         check=True,

@@ -32,6 +32,9 @@ from deepoffload.estimate.trial import refuse_what_needs_values
 LENGTH = 1024
 """Tokens in a sequence where nobody says how many."""
 
+PRESENT = frozenset(("torch", "deepoffload", "__main__"))
+"""Packages that any program here has loaded, and what no other program can."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -67,6 +70,12 @@ class Subject:
     @property
     def num_parameters(self) -> int:
         return sum(param.numel() for param in self.module.parameters())
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Names of the Python modules that the model's classes come from, without torch's and ours."""
+        names = {type(module).__module__ for module in self.module.modules()}
+        return tuple(sorted(name for name in names if name.partition(".")[0] not in PRESENT))
 
 
 def from_module(model: nn.Module, batch: Batch | None = None, loss_of: LossOf | None = None) -> Subject:

@@ -16,9 +16,11 @@ from deepoffload.config import Config, Precision
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.estimate import Batch, from_config, from_counts, from_module
 from deepoffload.estimate.dry_run import dry_run
+from deepoffload.estimate.measure import process_bytes
 from deepoffload.runtime.compute_types import ComputeTypes, compute_types
 from tests.support.models import TinyGPT
 
+MIB = 1 << 20
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -393,3 +395,14 @@ def test_pictures_sound_and_experts(tmp_path, kind):
     assert subject.batch.length == (1 if kind.startswith(("ViT", "ResNet", "Video")) else 16)
     run = dry_run(subject.module, subject.loss_of, types=in_bf16(subject.module))
     assert run.flops > 0 and run.saved_bytes > 0
+
+
+def test_a_process_is_measured_with_what_the_model_loads(tmp_path):
+    pytest.importorskip("transformers")
+    subject = from_config(written(tmp_path / "config.json", LLAMA))
+    assert "transformers.models.llama.modeling_llama" in subject.libraries
+    assert from_counts(20_000_000, 4, 256, vocabulary=1000).libraries == ()
+    bare, unknown = process_bytes([]), process_bytes(["there_is_no_such_module"])
+    assert process_bytes(subject.libraries) > bare + 64 * MIB, "transformers and torch's compiler"
+    assert process_bytes() > bare + 32 * MIB, "torch's compiler"
+    assert abs(unknown - bare) < 16 * MIB
