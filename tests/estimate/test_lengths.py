@@ -43,8 +43,7 @@ def differences(subject: Subject, said: list[str] | None = None) -> list[str]:
     return [field.name for field in fields(DryRun) if getattr(quick, field.name) != getattr(whole, field.name)]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "checkpointing"), zip(FAMILIES, (False, True, True), strict=True))
 def test_few_tokens_tell_what_many_do(tmp_path: Path, kind: str, checkpointing: bool) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.fuzz.on_ranks import campaign
 from tests.support.rank_processes import values_of
 
-PROGRAMS = 8
+PROGRAMS = 6
 
 
 def test_random_programs_on_two_ranks(nvme_path: Path) -> None:

@@ -118,10 +118,8 @@ QUICK = {
 }
 LEAVING = (("offload_activations", "host"), ("activation_budget", 1 << 20), ("host_budget", 4 << 20))
 LONG = {
-    "tied GPT, evicting": Case(GPT, text_loss, 2.0, (("evict_always", True),)),
     "GPT, reentrant checkpoints": Case(partial(of_text, partial(TinyGPT, checkpointing=True)), text_loss),
     "GPT, activations leave": Case(GPT, text_loss, 1.5, LEAVING),
-    "Llama": Case(partial(of_text, llama), text_loss, 1.5),
     "Llama, autocast, evicting": Case(partial(of_text, llama), on_streams, 2.0, (("evict_always", True),)),
     "Llama, guesses": Case(partial(of_text, llama), text_loss, 1.5, (("step_overlap", "speculative"),)),
     "Mixtral, router loss": Case(partial(of_text, partial(mixtral, experts_implementation="eager")), router_loss),

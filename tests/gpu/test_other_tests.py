@@ -11,32 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-RUNS = {
-    "aliases and activations": (
-        "late",
-        [
-            "tests/params/test_aliases.py",
-            "tests/activations/test_training.py",
-            "-k",
-            "(aliases or reentrant) and tight",
-        ],
-    ),
-    "transformers": ("random", ["tests/models/test_zoo.py", "-k", "T5 and tight"]),
-}
-"""Order of copies, and which tests."""
+FILES = ("tests/params/test_aliases.py", "tests/activations/test_training.py", "tests/models/test_zoo.py")
+CHOSEN = "(aliases or reentrant or T5) and tight"
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_on_the_simulated_gpu(name: str) -> None:
-    mode, chosen = RUNS[name]
-    if name == "transformers":  # a machine that was lent for its GPU may lack them
-        for package in ("transformers", "peft"):
-            pytest.importorskip(package)
+def test_on_the_simulated_gpu() -> None:
+    """In one process, with copies as late as possible and at random moments in turns."""
+    for package in ("transformers", "peft"):  # a machine that was lent for its GPU may lack them
+        pytest.importorskip(package)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.on_simulated_gpu"]
-        + ["-p", "no:xdist", "-p", "no:cacheprovider", *chosen],
+        + ["-p", "no:xdist", "-p", "no:cacheprovider", *FILES, "-k", CHOSEN],
         cwd=ROOT,
-        env=os.environ | {"SIMULATED_GPU_MODE": mode},
+        env=os.environ | {"SIMULATED_GPU_MODE": "late,random"},
         capture_output=True,
         text=True,
     )

@@ -85,13 +85,14 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     directory = tmp_path_factory.mktemp("zoo")
-    for family in FAMILIES.values():
-        family.build()
+    for family in {item.callspec.params.get("family") for item in request.session.items if hasattr(item, "callspec")}:
+        if isinstance(family, Family):
+            family.build()
     gc.collect()
     gc.freeze()  # what these have imported is much, and need not be looked at by every collection
     yield Bench(directory)

@@ -49,8 +49,9 @@ def test_same_bits(paging: Paging, way: str, precision: str) -> None:
     build = partial(gpt, **options)
     settings = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": clip}
     expected = None
+    serial = BUDGETS[list(WAYS).index(way)]  # each budget with another way: the order that is not new here
     for budget in BUDGETS:
-        for overlap in ("none", "deferred"):
+        for overlap in ("none", "deferred") if budget is serial else ("deferred",):
             setting = replace(budget, step_overlap=overlap, precision=precision)
             model = paging.build(build, setting, key=f"deferred {way}")
             optimizer = deepoffload.CPUAdamW(model.parameters(), **settings)

@@ -64,15 +64,24 @@ def run(model: nn.Module, optimizer: Any, clipped: Any, limits: list[float], acc
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind"), [("keep", "never"), ("bf16", "always"), ("keep", "sometimes"), ("bf16", "sometimes")]
+    ("precision", "kind", "also"),
+    [
+        ("keep", "never", (TIGHT, 1)),
+        ("bf16", "always", (ROOMY, 3)),
+        ("keep", "sometimes", (ROOMY, 3)),
+        ("bf16", "sometimes", (TIGHT, 1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value[0]}",
 )
-def test_same_bits_and_guesses_are_made(paging: Paging, precision: str, kind: str) -> None:
+def test_same_bits_and_guesses_are_made(paging: Paging, precision: str, kind: str, also: tuple[Setting, int]) -> None:
+    """With everything evicted; and in another budget, some with three micro-batches (``also``)."""
+
     def train(setting: Setting, limits: list[float], accumulate: int) -> tuple[Any, dict[str, float]]:
         model = paging.build(gpt, replace(setting, precision=precision), key="speculation")
         optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         return run(model, optimizer, CLIPPED[kind], limits, accumulate), deepoffload.stats(model)
 
-    for setting, accumulate in ((TIGHT, 1), (ROOMY, 3), (EVICTING, 1)):
+    for setting, accumulate in (also, (EVICTING, 1)):
         limits: list[float] = []
         expected, _ = train(serial(setting), limits, accumulate)
         got, stats = train(guessing(setting), limits, accumulate)

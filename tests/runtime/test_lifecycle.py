@@ -124,7 +124,7 @@ def test_forked_children(run_program: Run) -> None:
 # -- interrupts that the program catches -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("phase", "samples"), [("forward", 24), ("backward", 24)])
+@pytest.mark.parametrize(("phase", "samples"), [("forward", 16), ("backward", 16)])
 def test_ctrl_c_anywhere_then_on_with_the_same_bits(run_program: Run, phase: str, samples: int) -> None:
     """At samples of all the places at which Python code of ours can be interrupted; then the step is made again."""
     done = program(run_program, "recovers", phase, samples, limit_s=200)

@@ -1,11 +1,13 @@
 """A pytest plugin that runs any test of the suite on the simulated GPU: ``pytest -p tests.support.on_simulated_gpu``.
 
 Tensors and models are made on the device, and the engines find it by themselves. What a test says of the host's budget
-holds as ever; the device has room for a few of the models' weights.
+holds as ever; the device has room for a few of the models' weights. ``SIMULATED_GPU_MODE`` is the order of copies, or
+several with commas, which the tests take in turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +20,8 @@ from tests.support.host_only import HOST_ONLY
 from tests.support.simulated_gpu import install, settings
 
 install(devices=1, memory_bytes=int(os.environ.get("SIMULATED_GPU_BYTES", 256 << 20)))
-settings(mode=os.environ.get("SIMULATED_GPU_MODE", "late"))
+_modes = itertools.cycle(os.environ.get("SIMULATED_GPU_MODE", "late").split(","))
+settings(mode=next(_modes))
 
 
 class _OnDevice(DeviceContext):
@@ -33,6 +36,10 @@ class _OnDevice(DeviceContext):
 
 _OnDevice.__name__ = DeviceContext.__name__  # the mode of torch.device is known by its name
 _OnDevice(torch.device("simgpu")).__enter__()
+
+
+def pytest_runtest_setup() -> None:
+    settings(mode=next(_modes))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
