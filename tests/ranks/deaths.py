@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepoffload import CPUAdamW, offload_context
+from deepoffload import CPUAdamW, TrainingState, offload_context
+from deepoffload.checkpoint.background import THREAD_NAME
+from deepoffload.checkpoint.source import open_checkpoint
+from deepoffload.checkpoint.tags import folder_to_load
 from deepoffload.errors import DeepOffloadError, RankError
 from deepoffload.io.engine import IoEngine
 from deepoffload.runtime import disk
@@ -54,6 +57,7 @@ class Death:
         rank: which one.
         place: it is at so many places (batches, forwards and backwards of layers) before it ends.
         later_s: signals come so much later, wherever the rank is then.
+        saves: saves of the training state are under way meanwhile, for which the program does not wait.
     """
 
     way: str
@@ -64,6 +68,7 @@ class Death:
     transport: str
     step_overlap: str = "deferred"
     timeout_s: float = TIMEOUT_S
+    saves: bool = False
 
     @property
     def limit_s(self) -> float:
@@ -131,7 +136,7 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
     threads are left when the engine is closed."""
     places = _Places(death, Path(folder))
     config = {
-        "host_budget": f"{2 * death.world_size}MiB",
+        "host_budget": "4MiB",  # so that something is on the disk
         "nvme_budget": "64MiB",
         "nvme_path": nvme_path,
         "ranks": {"timeout_s": death.timeout_s if death.way == "SIGSTOP" else LONG_S, "transport": death.transport},
@@ -148,8 +153,11 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
     clip = 1.0 if death.step_overlap == "deferred" else None
     optimizer = _Watched(model.parameters(), lr=1e-3, max_grad_norm=clip)
     optimizer.at = places.at
+    state = TrainingState(model, optimizer)
     try:
         for step in range(STEPS):
+            if death.saves and step % 2:
+                state.save(Path(folder) / "saved", keep_last=1, wait=False)
             places.at("loader")
             loss_of(model, "gpt", step).backward()
             optimizer.step()
@@ -163,6 +171,9 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         said = "nothing", "", time.monotonic()
     with suppress(DeepOffloadError):
         context.engine.close()
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(SOON_S)  # it may still complete what was copied before
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload")]
     return *said, threads
 
@@ -188,6 +199,10 @@ def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -
         assert not threads or waits_for_store, f"{death}: rank {rank} is left with {threads}"
     left = list(nvme_path.iterdir())
     assert not left, f"{death}: {left} is left"
+    newest = folder_to_load(str(folder / "saved"), None) if death.saves and (folder / "saved").exists() else None
+    if newest is not None:
+        with open_checkpoint(newest, lambda _: None):
+            """It is complete."""
 
 
 def _check_own_end(death: Death, own: Ended) -> None:
@@ -205,30 +220,33 @@ MORE_WAYS = {"speculative": ("SIGKILL guess", "guess"), "in_backward": ("SIGKILL
 """In updates inside backward."""
 
 
-def deaths(count: int, seed: int, step_overlap: str = "deferred") -> list[Death]:
+def deaths(
+    count: int, seed: int, step_overlap: str = "deferred", world_size: int = 2, *, saves: bool = False
+) -> list[Death]:
     """So many, each way about as often as the others."""
     dice = random.Random(seed)
     ways = WAYS + MORE_WAYS.get(step_overlap, ())
     return [
         Death(
             ways[number % len(ways)],
-            dice.randrange(2),
+            dice.randrange(world_size),
             dice.randrange(1, 60),
             dice.random() * 0.05,
-            2,
+            world_size,
             ("memory", "group")[number // len(ways) % 2],
             step_overlap,
+            saves=saves,
         )
         for number in range(count)
     ]
 
 
-def campaign(found: list[Death], nvme_path: Path) -> None:
+def campaign(found: list[Death], nvme_path: Path, late_s: float) -> None:
     """Try all of them, one after the other."""
     for number, death in enumerate(found):
         with tempfile.TemporaryDirectory() as folder:
             begin = time.monotonic()
-            check(death, nvme_path, Path(folder))
+            check(death, nvme_path, Path(folder), late_s)
             print(f"{number + 1:4} {time.monotonic() - begin:5.1f} s  {death}", flush=True)
 
 
@@ -238,9 +256,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="of these, begin with this one")
     parser.add_argument("--step-overlap", choices=("deferred", "speculative", "in_backward"), default="deferred")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--saves", action="store_true", help="with saves in the background")
+    parser.add_argument("--late-s", type=float, default=LATE_S, help="what other work of the machine adds to limits")
     chosen = parser.parse_args()
+    found = deaths(chosen.places, chosen.seed, chosen.step_overlap, chosen.ranks, saves=chosen.saves)
     with tempfile.TemporaryDirectory() as nvme_path:
-        campaign(deaths(chosen.places, chosen.seed, chosen.step_overlap)[chosen.first :], Path(nvme_path))
+        campaign(found[chosen.first :], Path(nvme_path), chosen.late_s)
 
 
 if __name__ == "__main__":

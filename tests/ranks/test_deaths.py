@@ -23,3 +23,8 @@ def test_all_others_hear_of_a_death(way: str, nvme_path: Path, tmp_path: Path) -
 def test_all_others_hear_of_a_death_in_an_update(overlap: str, way: str, nvme_path: Path, tmp_path: Path) -> None:
     death = next(one for one in deaths.deaths(8, 3, overlap) if one.way == way)
     deaths.check(death, nvme_path, tmp_path, BUSY_S)
+
+
+def test_all_others_hear_of_a_death_while_a_save_is_under_way(nvme_path: Path, tmp_path: Path) -> None:
+    death = next(one for one in deaths.deaths(8, 3, "speculative", 3, saves=True) if one.way == "SIGKILL")
+    deaths.check(death, nvme_path, tmp_path, BUSY_S)
