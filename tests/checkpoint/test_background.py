@@ -198,7 +198,7 @@ CASES = st.tuples(
 
 @pytest.mark.timeout(1500)
 @settings(
-    max_examples=300 if ALL else 12,
+    max_examples=300 if ALL else 8,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate) if not ALL else tuple(Phase),
 )

@@ -19,7 +19,7 @@ from tests.support.disks import largest_file, tmpfs
 from tests.support.loops import assert_same_bits
 from tests.support.programs import Programs
 
-KILLS = 200 if ALL else 6
+KILLS = 200 if ALL else 4
 
 PROGRAM = """
 import random, sys, time

@@ -16,12 +16,12 @@ PRECISIONS = ("bf16", "keep", "fp16", "bf16+8bit", "keep+bf16")
 
 TRAINING = [
     # placement, overlap, precision, every, paths, kills
-    ("half", "deferred", "bf16", 1, 1, 3),
-    ("all", "in_backward", "keep", 2, 2, 3),
+    ("half", "deferred", "bf16", 1, 1, 2),
+    ("all", "in_backward", "keep", 2, 2, 2),
 ]
 RESUMING = [
-    ("optimizer", "deferred", "bf16+8bit", 1, 2, 5),
-    ("copies", "none", "keep", 1, 1, 4),
+    ("optimizer", "deferred", "bf16+8bit", 1, 2, 4),
+    ("copies", "none", "keep", 1, 1, 3),
 ]
 if ALL:  # more than 200 kills of each kind, over all placements, overlaps and precisions
 

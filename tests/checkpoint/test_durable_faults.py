@@ -75,7 +75,7 @@ def test_a_read_that_fails_while_resuming(rule: str, message: str, make: Make, t
     """One of the record: no run begins. One of the state: the model is half loaded until a resume succeeds."""
     expected = trained(make, place="all")
     refused = half = 0
-    for nth in [*range(1, 6), *range(6, 300, 1 if ALL else 6)]:
+    for nth in [*range(1, 6), *range(6, 300, 1 if ALL else 12)]:
         run = None
         try:
             with failing(f"op=read nth={nth} {rule}"):
@@ -194,7 +194,7 @@ def test_random_bits_of_extents(make: Make, tmp_path: Path) -> None:
 
         read_all()
         with open(durable_path(str(swap)), "r+b", buffering=0) as file:
-            for _ in range(1000 if ALL else 150):
+            for _ in range(1000 if ALL else 80):
                 (number,) = dice.choices(range(len(lengths)), lengths)
                 extent = found.extents[number].extent
                 assert len(extent.pieces) == 1

@@ -40,7 +40,6 @@ PRECISIONS = ("keep", "bf16", "fp16")
 EVERY_KIND = [(kind, precision) for kind in OPTIMIZERS for precision in PRECISIONS]
 EVERY_KIND.remove(("torch_adamw", "fp16"))  # it overflows
 SOME_KINDS = [
-    ("adamw", "bf16"),
     ("adamw", "fp16"),
     ("8bit", "bf16"),
     ("bf16_moments", "keep"),

@@ -22,10 +22,10 @@ from tests.support.file_watch import FileWatch
 INDEX = "model.safetensors.index.json"
 
 COUNTS = {
-    "manifest.json": 4000 if ALL else 150,
-    "training.json": 2000 if ALL else 100,
-    "header": 3000 if ALL else 100,
-    INDEX: 1000 if ALL else 20,
+    "manifest.json": 4000 if ALL else 60,
+    "training.json": 2000 if ALL else 40,
+    "header": 3000 if ALL else 50,
+    INDEX: 1000 if ALL else 12,
 }
 
 

@@ -34,23 +34,23 @@ def values(rows, seed):
     return Computed(torch.float32, (rows, 1000), read)
 
 def make(rows, folder):
-    names = ["one", "two"]
-    weights = {name: values(rows, 0.5) for name in names}
-    arrays = {name: {"exp_avg": values(rows, 0.1), "exp_avg_sq": values(rows, 0.2)} for name in names}
-    groups = [GroupOfParams({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, names)]
+    names = {"one": rows, "two": 10}
+    weights = {name: values(count, 0.5) for name, count in names.items()}
+    arrays = {name: {"exp_avg": values(count, 0.1), "exp_avg_sq": values(count, 0.2)} for name, count in names.items()}
+    groups = [GroupOfParams({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, list(names))]
     small = {name: {"step": 3.0} for name in names}
     made = TrainingRun("a test", 3, weights, kind="adam", groups=groups, arrays=arrays, small=small)
     write_own(made, str(folder / "own"), None, lambda nbytes: None)
     zero = folder / "zero3"
     zero.mkdir()
-    flat = lambda seed: Streamed(Computed(torch.float32, (rows * 2000,), values(rows * 2, seed).read))
+    flat = lambda seed: Streamed(Computed(torch.float32, ((rows + 10) * 1000,), values(rows + 10, seed).read))
     state = {0: {"step": 3, "exp_avg": flat(0.1), "exp_avg_sq": flat(0.2)}}
     optimizer = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [flat(0.5)]}
     optimizer["optimizer_state_dict"] = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
     nothing = lambda nbytes: None
     write_torch_file(
         str(zero / "zero_pp_rank_0_mp_rank_00_optim_states.pt"), {"optimizer_state_dict": optimizer}, nothing)
-    shapes = [OrderedDict((name, torch.Size((rows, 1000))) for name in names)]
+    shapes = [OrderedDict((name, torch.Size((count, 1000))) for name, count in names.items())]
     model = {"module": {}, "buffer_names": [], "param_shapes": shapes, "global_steps": 3, "shared_params": {}}
     write_torch_file(str(zero / "zero_pp_rank_0_mp_rank_00_model_states.pt"), model, nothing)
 
@@ -81,12 +81,12 @@ print(json.dumps({"peaks": peaks, "sums": sums}))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(programs: Programs, tmp_path: Path) -> None:
-    rows = 14_000  # 14 M elements in each of two parameters: 53 MiB per array, 320 MiB in all
+    rows = 14_000  # 14 M elements in the large one of two parameters: 53 MiB for each of its three arrays
     done = programs.run(PROGRAM, str(tmp_path), str(rows), timeout_s=280)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     print({name: round(peak / MIB, 1) for name, peak in seen["peaks"].items()})
-    assert seen["sums"]["to-torch/model.pt"] > 2 * rows * 1000 * 4
+    assert seen["sums"]["to-torch/model.pt"] > rows * 1000 * 4
     assert len(seen["peaks"]) == 8
     for name, peak in seen["peaks"].items():
         assert peak < ALLOWED_BYTES, f"{name}: {peak / MIB:.1f} MiB"
