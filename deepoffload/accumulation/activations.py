@@ -120,7 +120,7 @@ class Activations:
         self._look_for_edits(window)
         if window in self._room.edited:
             return None
-        kept = self._caches[number].without(leaves)
+        kept = self._caches[number].emptied(leaves)
         if kept is None or _limits_rows(module):
             return None
         return Recomputed(module, kept, structure, self._attributes, self._device)

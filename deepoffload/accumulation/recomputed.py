@@ -10,12 +10,14 @@ not asked for a checkpoint and its modules need not be written for one:
   one, and nothing of what it does to them stays.
 - So are attributes of modules anywhere in the model, as far as its first forward has changed them.
 - A call that writes to its weights is not run again.
-- A cache of keys and values (transformers makes one in each forward, also in training) is not given to the second run,
-  where it was empty before the forward. One with a past cannot be taken back: such a call keeps its activations.
+- A cache of keys and values (transformers makes one in each forward, also in training) is as empty in the second run as
+  it was before the forward. Without one, attention computes with keys that lie otherwise in memory, and its backward
+  rounds otherwise. A cache with a past cannot be taken back: such a call keeps its activations.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,22 +43,33 @@ def second_run_differed(error: BaseException) -> bool:
     return edited or isinstance(error, CheckpointError)
 
 
+class EmptyCache:
+    """A cache of keys and values as it was before the forward."""
+
+    def __init__(self, cache: Any) -> None:
+        self._then = copy.deepcopy(cache)
+
+    def again(self) -> Any:
+        """Another one for each run."""
+        return copy.deepcopy(self._then)
+
+
 class Caches:
-    """The caches of keys and values that the forward of one micro-batch has shown, and whether they were empty."""
+    """The caches of keys and values that the forward of one micro-batch has shown; None for those that had a past."""
 
     def __init__(self) -> None:
-        self._were_empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._empty: weakref.WeakKeyDictionary[Any, EmptyCache | None] = weakref.WeakKeyDictionary()
 
-    def without(self, leaves: list[Any]) -> list[Any] | None:
-        """The arguments of a call, with None in place of caches that were empty; None where one has a past."""
+    def emptied(self, leaves: list[Any]) -> list[Any] | None:
+        """The arguments of a call, with caches as they were; None where one had a past."""
         found = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
-                if leaf not in self._were_empty:
-                    self._were_empty[leaf] = int(leaf.get_seq_length()) == 0
-                if not self._were_empty[leaf]:
+                if leaf not in self._empty:
+                    self._empty[leaf] = EmptyCache(leaf) if int(leaf.get_seq_length()) == 0 else None
+                leaf = self._empty[leaf]
+                if leaf is None:
                     return None
-                leaf = None
             found.append(leaf)
         return found
 
@@ -101,7 +114,7 @@ class Recomputed:
 
     def _run_again(self, _: Tensor, *given: Any) -> None:
         """What was one object is one again: attention computes otherwise where its query and its key are not."""
-        again = [_without_hooks(leaf) for leaf in given]
+        again = [leaf.again() if type(leaf) is EmptyCache else _without_hooks(leaf) for leaf in given]
         args, kwargs = self._structure.unflatten(again[place] for place in self._places)
         name = type(self._module).__name__
         if self._edits is not None:
