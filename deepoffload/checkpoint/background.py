@@ -109,7 +109,8 @@ def finish(save: Save) -> SaveHandle:
 
 def _run(save: Save, handle: SaveHandle) -> None:
     try:
-        save.run()
+        with save.copying.borrowing_locks():
+            save.run()
     except Exception as error:
         handle.error = error
         text = "saving %s in the background failed; training goes on, and earlier checkpoints are intact: %s"

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from deepoffload.checkpoint.cut import BlockSpan, CutContent
 from deepoffload.checkpoint.file_set import FileSet
@@ -123,6 +123,15 @@ class Copying:
         self._pace = Pace([pager.tiers for pager in pagers], self._share, self._copied_bytes, self._read_bytes)
         for snapshot in self._snapshots:
             snapshot.begin()
+
+    @contextlib.contextmanager
+    def borrowing_locks(self) -> Iterator[None]:
+        """Around a copy that goes on beside the program: it waits for other ranks at its step, and these may wait for
+        the copy."""
+        with contextlib.ExitStack() as locks:
+            for snapshot in self._snapshots:
+                locks.enter_context(snapshot.tiers.lock.borrowing())
+            yield
 
     def run(self, *, with_headers: bool) -> None:
         """Copy everything to the files, which have still to be finished.

@@ -104,7 +104,11 @@ def measure_bandwidth(
         return known
     size = min(FILE_BYTES, (free_bytes(directory) - SPACE_MARGIN_BYTES) // 2) // REQUEST_BYTES * REQUEST_BYTES
     if size < 2 * REQUEST_BYTES:
-        raise BudgetError(f"{key}: {directory} has no room for a measurement: {free_bytes(directory)} bytes are free")
+        needed = SPACE_MARGIN_BYTES + 4 * REQUEST_BYTES
+        raise BudgetError(
+            f"{key}: {directory} has no room for a measurement: {free_bytes(directory)} bytes are free, and {needed} "
+            "are needed at least. Make room there, or name another directory"
+        )
     with (
         HostMapping(REQUEST_BYTES * REQUESTS_IN_FLIGHT) as memory,
         SwapSpace(engine, [directory], budget_bytes=size, label="measure", key=key) as swap,

@@ -15,7 +15,8 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -163,7 +164,32 @@ class BooksLock(_RLock):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.when_torn: Callable[[str], None] | None = None
+        self._borrowers: set[int] = set()
         SHIELD.guard(self)
+
+    @contextmanager
+    def borrowing(self) -> Iterator[None]:
+        """For a thread of ours that works beside the program: inside, it gets the lock also while the program waits
+        in :meth:`let_go`."""
+        thread = threading.get_ident()
+        self._borrowers.add(thread)
+        try:
+            yield
+        finally:
+            self._borrowers.discard(thread)
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """For waits at which the books are right. Where a thread of ours works beside the program, nobody has the lock
+        inside; afterwards this thread has it as often as before."""
+        if not self._borrowers or not self.is_mine():
+            yield
+            return
+        state = self._release_save()
+        try:
+            yield
+        finally:
+            self._acquire_restore(state)
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, traceback: object = None) -> None:
         if error is not None and self.when_torn is not None:

@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ from deepoffload.ranks.round_runner import (
     Waitable,
     say_failure,
 )
-from deepoffload.ranks.rounds import NOTHING, PARTS, Want, WantKind
+from deepoffload.ranks.rounds import NOTHING, PARTS, STEPPING, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
 from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
@@ -108,6 +108,7 @@ class RoundService:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
         self._name_of, self._abandon, self._outside = name_of, abandon, outside
+        self._let_go = getattr(lock, "let_go", None)
         self._at = partial(at, name_of=name_of)
         self._recorder = RankRecorder(timeline, name_of)
         self._lock = threading.RLock() if lock is None else lock
@@ -307,7 +308,8 @@ class RoundService:
         give_up_at = max(patience.started, self._runner.heard) + self.timeout_s
         until = min(begun + SLICE_S, give_up_at, patience.nudge_at if waitable.may_nudge else give_up_at)
         limit_s = max(until - begun, 0.001)
-        over = waitable.within(limit_s) if self._outside is None else self._outside(waitable.within, limit_s)
+        with self._let_go() if want.kind in STEPPING and self._let_go is not None else nullcontext():
+            over = waitable.within(limit_s) if self._outside is None else self._outside(waitable.within, limit_s)
         now = time.monotonic()
         self._runner.times.waited_s += now - begun
         self._recorder.waited(want, begun_s)

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from deepoffload.checkpoint import saving
 from deepoffload.checkpoint.copying import Copying
 from deepoffload.errors import DeepOffloadError
 from tests.ranks.saving import OPTIMIZERS, built, digests, rank, train
-from tests.support.models import VOCABULARY, TinyGPT, mixtral
+from tests.support.models import VOCABULARY, TinyGPT, batch, mixtral, next_token_loss
 from tests.support.rank_processes import SOON_S
 
 FIRST, THEN = 2, 2
@@ -166,6 +167,31 @@ def other_tasks_while_a_save_goes_on(path: str) -> str:
         deepoffload.stats(model, all_ranks=True)
         may_go_on.set()
         assert not isinstance(saved, str)
+        return Path(saved.wait(SOON_S)).name
+
+
+def save_while_another_steps(path: str) -> str:
+    """Rank 1 waits for the others at its step before it has copied anything; rank 0 waits for the save."""
+    is_stepping = threading.Event()
+    with built({"host_budget": "48MiB", "ranks": {"timeout_s": 30}}) as model:
+        optimizer, _, state = _parts(model, "adamw")
+        train(model, optimizer, range(1))
+
+        class Late(Copying):
+            def run(self, *, with_headers: bool) -> None:
+                if rank() == 1:
+                    is_stepping.wait(SOON_S)
+                    time.sleep(0.5)  # the step asks the others first
+                super().run(with_headers=with_headers)
+
+        saving.Copying = Late  # type: ignore[misc]
+        saved = state.save(path, wait=False)
+        assert not isinstance(saved, str)
+        if rank() == 0:
+            saved.wait(SOON_S)
+        next_token_loss(model, batch(1)).backward()
+        is_stepping.set()
+        optimizer.step()
         return Path(saved.wait(SOON_S)).name
 
 

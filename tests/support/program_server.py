@@ -21,7 +21,7 @@ REQUEST_BYTES = 1 << 20
 
 
 def import_torch() -> None:
-    """And what the first optimizer imports."""
+    """And what checkpoints of activations import."""
     del sys.path[0]  # this folder, which has modules with names of the standard library
     import torch._dynamo  # noqa: F401
 

@@ -9,7 +9,7 @@ import gc
 import warnings
 from contextlib import suppress
 
-import torch._dynamo  # noqa: F401  what the first optimizer imports
+import torch._dynamo  # noqa: F401  what transformers and checkpoints of activations import
 
 warnings.simplefilter("error", FutureWarning)  # names of torch that are on their way out
 
