@@ -126,7 +126,7 @@ class Copying:
 
     @contextlib.contextmanager
     def borrowing_locks(self) -> Iterator[None]:
-        """Around a copy that goes on beside the program: it waits for other ranks at its step, and these may wait for
+        """Around a copy that continues while the program does: it waits for other ranks at its step, and these may wait for
         the copy."""
         with contextlib.ExitStack() as locks:
             for snapshot in self._snapshots:

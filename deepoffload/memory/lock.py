@@ -169,7 +169,7 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """For a thread of ours that works beside the program: inside, it gets the lock also while the program waits
+        """For a thread of ours that works while the program does: inside, it gets the lock also while the program waits
         in :meth:`let_go`."""
         thread = threading.get_ident()
         self._borrowers.add(thread)
@@ -180,7 +180,7 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
-        """For waits at which the books are right. Where a thread of ours works beside the program, nobody has the lock
+        """For waits at which the books are right. Where a thread of ours works at the same time, nobody has the lock
         inside; afterwards this thread has it as often as before."""
         if not self._borrowers or not self.is_mine():
             yield
