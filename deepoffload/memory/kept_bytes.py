@@ -17,7 +17,7 @@ from deepoffload.io.extents import Extent
 from deepoffload.memory.block import Block, host_view_owner
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
-from deepoffload.native.aio import round_up
+from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.native.cpu_adam import Elsewhere
 from deepoffload.schedule.block_state import BlockState
 
@@ -135,14 +135,23 @@ class KeptBytes:
         end = max(address + nbytes for address, nbytes in places) - tiers.address(block)
         if start < 0 or end > block.nbytes:
             start, end = 0, block.nbytes
-        extent = None if tiers.space is None else tiers.space.allocate(end - start)
+        start, end = start - start % PAGE_BYTES, min(round_up(end), block.nbytes)
+        mine = (kept for kept in self._kept if kept.block is block)
+        there = [(kept.start, kept.journal.nbytes) for kept in mine if kept.journal is not None]
+        for begin, nbytes in list(_gaps(there, start, end)):
+            self._keep_part(block, begin, nbytes)
+
+    def _keep_part(self, block: Block, start: int, nbytes: int) -> None:
+        """Whole pages, of which none is kept yet."""
+        tiers = self._tiers
+        extent = None if tiers.space is None else tiers.space.allocate(nbytes)
         try:
-            journal = self._journal(block, end - start)
+            journal = self._journal(block, nbytes)
         except BaseException:
             if extent is not None and tiers.space is not None:
                 tiers.space.free(extent)
             raise
-        cpu_adam.copy(tiers.address(journal), tiers.address(block) + start, end - start, self._num_threads)
+        cpu_adam.copy(tiers.address(journal), tiers.address(block) + start, nbytes, self._num_threads)
         journal.extent = extent
         self._kept.append(KeptBlock(block, None, journal, start))
         tiers.release(journal)
@@ -172,7 +181,7 @@ class KeptBytes:
         for kept in self._kept:
             if kept.block is block and kept.journal is not None and kept.written is not None:
                 new, old = self._tiers.address(block), self._tiers.address(kept.journal)
-                for start, nbytes in _gaps(kept.written, block.nbytes):
+                for start, nbytes in _gaps(kept.written, 0, block.nbytes):
                     cpu_adam.copy(new + start, old + start, nbytes, self._num_threads)
                 kept.written = None
                 self._tiers.release(kept.journal)
@@ -284,12 +293,11 @@ class KeptBytes:
         self._spare = {}
 
 
-def _gaps(ranges: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
-    """Where what ``ranges`` leave of the bytes before ``end`` begins, and how much it is."""
-    begin = 0
+def _gaps(ranges: list[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Where what ``ranges`` leave of the bytes from ``begin`` to ``end`` begins, and how much it is."""
     for start, nbytes in sorted(ranges):
-        if start > begin:
-            yield begin, start - begin
+        if min(start, end) > begin:
+            yield begin, min(start, end) - begin
         begin = max(begin, start + nbytes)
     if begin < end:
         yield begin, end - begin
