@@ -116,8 +116,9 @@ def test_undone_in_parts(make_rig: Callable[..., Rig], ahead: bool) -> None:
 
 @pytest.mark.parametrize("outcome", ["right", "wrong", "outside"])
 def test_kept_in_parts(make_rig: Callable[..., Rig], outcome: str) -> None:
-    """A part is kept when it is about to be written, as if it were a block: whole pages, none of them twice. So all parts
-    together take no more disk space than the block. What does not lie in the block is no part of it: all is kept."""
+    """A part is kept when it is about to be written, as if it were a block: whole pages, none of them twice. So all
+    parts together take no more disk space than the block. What does not lie in the block is no part of it: all is
+    kept."""
     tiers = make_rig(32 * PAGE_BYTES).tiers
     with tiers.lock:
         block = filled(tiers, 1)
