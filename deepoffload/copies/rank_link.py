@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from deepoffload.errors import RankError
-from deepoffload.memory.lock import SHIELD
+from deepoffload.memory.lock import SHIELD, BooksLock
 from deepoffload.ranks.collectives import (
     LinkError,
     Work,
@@ -162,7 +162,7 @@ class RankLink:
         self,
         group: RankGroup,
         exchange: Exchange,
-        lock: Any,
+        lock: BooksLock,
         *,
         timeout_s: float,
         rates: LinkRates | None = None,
@@ -190,6 +190,7 @@ class RankLink:
             lock=lock,
             abandon=exchange.abandon,
             outside=SHIELD.outside,
+            let_go=lock.let_go,
             timeline=timeline,
         )
         store = LimitedStore(own_client(group.store("notices")))

@@ -179,8 +179,8 @@ def _machine(
 ) -> MachineSpec:
     if options.machine:
         return _unmeasured(options)
-    libraries = [*(() if subject is None else subject.libraries)]
-    if subject is None or options.checkpointing:
+    libraries = [] if subject is None else [*subject.libraries]
+    if options.checkpointing or options.tune:  # which tries checkpointing
         libraries.append(measure.COMPILER)
     fresh = options.measure is not None
     with _progress(together) as progress:

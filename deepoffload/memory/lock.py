@@ -169,8 +169,8 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:
-        """For a thread of ours that works while the program does: inside, it gets the lock also while the program waits
-        in :meth:`let_go`."""
+        """For a thread of ours that works while the program does. Inside, it can take the lock also while the program
+        waits in :meth:`let_go`."""
         thread = threading.get_ident()
         self._borrowers.add(thread)
         try:
@@ -180,8 +180,8 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
-        """For waits at which the books are right. Where a thread of ours works at the same time, nobody has the lock
-        inside; afterwards this thread has it as often as before."""
+        """For waits during which the books are right. Inside, this thread does not have the lock if another one borrows
+        it. Afterwards it has it as often as before."""
         if not self._borrowers or not self.is_mine():
             yield
             return

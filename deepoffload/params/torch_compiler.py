@@ -1,4 +1,4 @@
-"""What ``torch.compile`` makes of our functions, said without loading its compiler: two seconds and 70 MB."""
+"""What ``torch.compile`` does with our functions, said without loading it, which takes two seconds and 70 MB."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from deepoffload.params.torch_private import need
 
 NOT_CAPTURED = (
     "the bytes of a paged weight come and go, which Python has to see to; torch.cond, while_loop, scan and map capture "
@@ -41,4 +43,5 @@ def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function.__wrapped__, method.__self__)  # type: ignore[union-attr, attr-defined]
 
 
-_WRAPPER = torch._disable_dynamo(without_compiler).__code__
+_WRAPPER = need(torch, "_disable_dynamo")(without_compiler).__code__
+"""All functions that torch wraps so share this code."""

@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,7 @@ class RoundService:
         lock: held while the state changes and while ``launch`` runs, not while this rank waits. Re-entrant.
         abandon: ends the payload that is in flight, after an error.
         outside: calls a function with interrupts let through, for waits of a caller that has the lock.
+        let_go: around a wait at a step, whose caller has the lock too.
         timeline: of what rounds and waits take; None: nothing is recorded.
 
     Raises:
@@ -103,12 +104,12 @@ class RoundService:
         lock: Any = None,
         abandon: Callable[[], None] | None = None,
         outside: Callable[..., Any] | None = None,
+        let_go: Callable[[], AbstractContextManager[None]] = nullcontext,
         timeline: Timeline | None = None,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
-        self._name_of, self._abandon, self._outside = name_of, abandon, outside
-        self._let_go = getattr(lock, "let_go", None)
+        self._name_of, self._abandon, self._outside, self._let_go = name_of, abandon, outside, let_go
         self._at = partial(at, name_of=name_of)
         self._recorder = RankRecorder(timeline, name_of)
         self._lock = threading.RLock() if lock is None else lock
@@ -308,7 +309,7 @@ class RoundService:
         give_up_at = max(patience.started, self._runner.heard) + self.timeout_s
         until = min(begun + SLICE_S, give_up_at, patience.nudge_at if waitable.may_nudge else give_up_at)
         limit_s = max(until - begun, 0.001)
-        with self._let_go() if want.kind in STEPPING and self._let_go is not None else nullcontext():
+        with self._let_go() if want.kind in STEPPING else nullcontext():
             over = waitable.within(limit_s) if self._outside is None else self._outside(waitable.within, limit_s)
         now = time.monotonic()
         self._runner.times.waited_s += now - begun
@@ -393,6 +394,7 @@ class RoundService:
             self._give_up(verdict)
 
     # -- when something is wrong ------------------------------------------------------------------------------------
+
     def end_all(self, cause: str) -> RankError:
         """Find out where all ranks are, and let all raise that, and ``cause``. Returns the error."""
         return self._give_up(self._roll_call.inquire(self._here(), cause))

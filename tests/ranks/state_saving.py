@@ -145,6 +145,18 @@ def save_twice_where_one_fails(path: str) -> list[str]:
     return said
 
 
+def copy_after(wait: Callable[[], object], then: Callable[[], object] = lambda: None) -> None:
+    """Saves of this process copy when ``wait`` returns, and call ``then`` afterwards."""
+
+    class Late(Copying):
+        def run(self, *, with_headers: bool) -> None:
+            wait()
+            super().run(with_headers=with_headers)
+            then()
+
+    saving.Copying = Late  # type: ignore[misc]
+
+
 def other_tasks_while_a_save_goes_on(path: str) -> str:
     """Rank 0 has written its part of a save, and rank 1 writes when all have done other things together."""
     may_go_on = threading.Event()
@@ -152,14 +164,7 @@ def other_tasks_while_a_save_goes_on(path: str) -> str:
         optimizer, _, state = _parts(model, "adamw")
         train(model, optimizer, range(1))
 
-        class Apart(Copying):
-            def run(self, *, with_headers: bool) -> None:
-                if rank() == 1:
-                    may_go_on.wait(SOON_S)
-                super().run(with_headers=with_headers)
-                may_go_on.set()
-
-        saving.Copying = Apart  # type: ignore[misc]
+        copy_after(lambda: may_go_on.wait(SOON_S) if rank() == 1 else None, may_go_on.set)
         saved = state.save(path, wait=False)
         if rank() == 0:
             may_go_on.wait(SOON_S)
@@ -177,14 +182,12 @@ def save_while_another_steps(path: str) -> str:
         optimizer, _, state = _parts(model, "adamw")
         train(model, optimizer, range(1))
 
-        class Late(Copying):
-            def run(self, *, with_headers: bool) -> None:
-                if rank() == 1:
-                    is_stepping.wait(SOON_S)
-                    time.sleep(0.5)  # the step asks the others first
-                super().run(with_headers=with_headers)
+        def until_the_step_waits() -> None:
+            if rank() == 1:
+                is_stepping.wait(SOON_S)
+                time.sleep(0.5)  # the step asks the others first
 
-        saving.Copying = Late  # type: ignore[misc]
+        copy_after(until_the_step_waits)
         saved = state.save(path, wait=False)
         assert not isinstance(saved, str)
         if rank() == 0:
