@@ -41,63 +41,25 @@ class Masters:
         self.optimizer.zero_grad()
 
 
-class Ddp:
-    """DistributedDataParallel with bf16 weights, gradients reduced in bf16, and whole fp32 masters on every rank."""
+def in_bf16(shape: Shape, work: dict[str, Any]) -> GPT:
+    torch.set_default_dtype(torch.bfloat16)
+    model = GPT(shape, work["seq"])
+    torch.set_default_dtype(torch.float32)
+    fill(model)
+    return model
+
+
+class Contender:
+    """What all that train with torch alone have in common: each makes ``model``, and says what ``update`` does."""
 
     notes = ""
-
-    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
-        dist.init_process_group("gloo")
-        torch.set_default_dtype(torch.bfloat16)
-        model = GPT(shape, work["seq"])
-        torch.set_default_dtype(torch.float32)
-        fill(model)
-        self.masters = Masters(list(model.parameters()), work)
-        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model: Any
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.model(tokens, targets)
 
     def backward(self, loss: Tensor, accumulate: int) -> None:
         (loss / accumulate).backward()
-
-    def update(self, last: bool) -> None:
-        if last:
-            self.masters.step()
-
-    def finish(self) -> None:
-        """Nothing is ever put off."""
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        dist.destroy_process_group()
-
-
-class Plain:
-    """Forward and backward alone: no rank knows of another one, and nothing is updated. So it shows what a machine
-    takes for the same tokens in several processes, whatever these have to tell each other."""
-
-    notes = ""
-
-    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
-        if int(os.environ["WORLD_SIZE"]) > 1:
-            dist.init_process_group("gloo")  # for the barriers between steps
-        torch.set_default_dtype(torch.bfloat16)
-        self.model = GPT(shape, work["seq"])
-        torch.set_default_dtype(torch.float32)
-        fill(self.model)
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model(tokens, targets)
-
-    def backward(self, loss: Tensor, accumulate: int) -> None:
-        (loss / accumulate).backward()
-
-    def update(self, last: bool) -> None:
-        if last:
-            self.model.zero_grad()
 
     def finish(self) -> None:
         """Nothing is ever put off."""
@@ -110,7 +72,35 @@ class Plain:
             dist.destroy_process_group()
 
 
-class Fsdp(Ddp):
+class Ddp(Contender):
+    """DistributedDataParallel with bf16 weights, gradients reduced in bf16, and whole fp32 masters on every rank."""
+
+    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
+        dist.init_process_group("gloo")
+        model = in_bf16(shape, work)
+        self.masters = Masters(list(model.parameters()), work)
+        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def update(self, last: bool) -> None:
+        if last:
+            self.masters.step()
+
+
+class Plain(Contender):
+    """Forward and backward alone: no rank knows of another one, and nothing is updated. So it shows what a machine
+    takes for the same tokens in several processes, whatever these have to tell each other."""
+
+    def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            dist.init_process_group("gloo")  # for the barriers between steps
+        self.model = in_bf16(shape, work)
+
+    def update(self, last: bool) -> None:
+        if last:
+            self.model.zero_grad()
+
+
+class Fsdp(Contender):
     """FSDP2: fp32 shards, bf16 whole weights, gradients reduced in fp32; optionally ``CPUOffloadPolicy``."""
 
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
@@ -126,7 +116,7 @@ class Fsdp(Ddp):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        self.model: Any = model
+        self.model = model
         self.clip = work["clip"]
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=work["lr"], betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
