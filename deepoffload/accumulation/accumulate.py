@@ -137,17 +137,31 @@ def check_loss_function(loss: object) -> None:
 
 
 def model_loss(model: Any, batch: Any) -> Any:
-    """The loss of models that make it themselves, as those of transformers do."""
+    """The loss of models that make it themselves, as those of transformers do.
+
+    Raises:
+        UsageError: what the model returns is no number, and has none as its ``loss``.
+    """
     if isinstance(batch, Mapping):
-        output = model(**batch)
+        call, output = "model(**batch)", model(**batch)
     elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
+        call, output = "model(*batch)", model(*batch)
     else:
-        output = model(batch)
-    if isinstance(output, Tensor):
-        return output
-    found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    return found  # None where there is no loss, which is refused as any other loss that is no number
+        call, output = "model(batch)", model(batch)
+    found: Any = output
+    if not isinstance(output, Tensor):
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    if isinstance(found, Tensor):
+        what = f"a {'tensor' if found is output else 'loss'} of shape {tuple(found.shape)}"
+    else:
+        what = f"a {type(output).__name__} without a loss"
+    raise UsageError(
+        f"{call} returned {what}, and training needs one number: pass loss=, a function of the model and one "
+        f"micro-batch, for example loss=lambda model, batch: my_loss({call}). Models of transformers return a loss "
+        'where the micro-batch has "labels"'
+    )
 
 
 def _engine_of(model: nn.Module) -> Engine | None:
@@ -309,7 +323,9 @@ class _Work:
                 "the loss function changes gradients (backward, zero_grad): accumulate calls backward itself, and "
                 "optimizer.step() and zero_grad() come after it"
             )
-        check_loss(loss, f"accumulate (micro-batch {number})")
+        check_loss(
+            loss, f"accumulate (micro-batch {number})", "have the function given as loss= return one, as .mean() does"
+        )
         self._found[number] = loss.detach()
         return self._prepare(loss)
 

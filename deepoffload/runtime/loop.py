@@ -365,11 +365,11 @@ def mean_over(loss: Tensor, count: int) -> Tensor:
     return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) / count
 
 
-def check_loss(loss: object, call: str) -> None:
+def check_loss(loss: object, call: str, remedy: str = "reduce the loss first") -> None:
     """Raise UsageError where ``loss`` is no scalar tensor, or has no graph. ``call`` names who was given it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise UsageError(f"{call} takes a tensor with one number, not {shown}; reduce the loss first")
+        raise UsageError(f"{call} takes a tensor with one number, not {shown}; {remedy}")
     if not loss.requires_grad:
         raise UsageError(f"{call}: the loss has no graph (computed under no_grad, detached, or all weights are frozen)")
 

@@ -186,7 +186,8 @@ def test_loops_that_come_afterwards_get_guesses(paging: Paging) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda model, tokens: model(tokens), "micro-batch 0.*one number"),
+        (lambda model, tokens: model(tokens), "micro-batch 0.*one number.*given as loss= return one"),
+        (None, r"model\(batch\) returned a tensor of shape.*pass loss=.*loss=lambda model, batch: my_loss"),
         (lambda model, tokens: next_token_loss(model, tokens).detach(), "no graph"),
         (lambda model, tokens: deepoffload.accumulate(model, [tokens]), "inside accumulate"),
         (backward_itself, "calls backward itself"),
@@ -217,7 +218,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(paging: Paging) -> None:
             deepoffload.accumulate(model, drawn, next_token_loss, scale=scale)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gradient_accumulation_steps = 2"):
         accumulate(batches(0), next_token_loss)
-    with pytest.raises(UsageError, match="not NoneType"):
+    with pytest.raises(UsageError, match="a dict without a loss.*pass loss=, a function"):
         accumulate(batches(0)[:2], lambda model, tokens: model_loss(lambda _: {"logits": model(tokens)}, tokens))
     with pytest.raises(UsageError, match="'vertical'"):
         deepoffload.accumulate(model, batches(0)[:2], next_token_loss, order="diagonal")

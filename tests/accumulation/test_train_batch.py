@@ -150,7 +150,9 @@ def test_it_follows_another_number_of_micro_steps(paging: Paging) -> None:
     assert (engine.micro_steps, engine.global_steps) == (COUNT + 1, 1)
 
 
-def test_without_data_it_is_refused(paging: Paging) -> None:
+def test_without_data_or_a_loss_it_is_refused(paging: Paging) -> None:
     engine = engine_of(paging, VERTICAL, {})
     with pytest.raises(UsageError, match="no training_data"):
         engine.train_batch()
+    with pytest.raises(UsageError, match=r"pass loss=.* for example loss=lambda model, batch: my_loss\(model\(batch\)"):
+        engine.train_batch(iter([batch(micro) for micro in range(COUNT)]))
