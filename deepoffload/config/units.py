@@ -12,6 +12,9 @@ _FACTORS = {
 }
 _TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+]?\d+)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 _NUMBER_MAX_DIGITS = 40
+_MOST_BYTES = (1 << 63) - 1
+"""The largest size that a file or a mapping can have."""
+_TOO_MANY = "more bytes than any machine has"
 _SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _SHOWN_MAX = 1023.995
 """From here on two decimals would round to 1024.00."""
@@ -34,6 +37,8 @@ def parse_bytes(value: int | float | str) -> int:
         raise ValueError(f'expected a whole number of bytes, or text such as "2GiB", not {value}')
     if value < 0:
         raise ValueError("expected bytes, which are not negative")
+    if value > _MOST_BYTES:
+        raise ValueError(f'{_TOO_MANY}; write for example "2GiB"')
     return int(value)
 
 
@@ -49,11 +54,13 @@ def _parse_text(text: str) -> int:
         raise ValueError(f'unknown unit "{match["unit"]}"; {hint}')
     mantissa, _, exponent = match["number"].lower().partition("e")
     if exponent and int(exponent) > _NUMBER_MAX_DIGITS:
-        raise ValueError(f'"{text}" is more bytes than any machine has')
+        raise ValueError(f'"{text}" is {_TOO_MANY}')
     amount = Fraction(mantissa if not mantissa.endswith(".") else mantissa + "0") * 10 ** int(exponent or 0)
     amount *= _FACTORS[unit or "B"]
     if not unit and amount.denominator != 1:
         raise ValueError(f'expected a whole number of bytes, or a unit as in "{text}GiB", not "{text}"')
+    if amount > _MOST_BYTES:
+        raise ValueError(f'"{text}" is {_TOO_MANY}')
     return int(amount)
 
 

@@ -34,11 +34,12 @@ def test_values(value, count):
 @pytest.mark.parametrize(
     "value",
     ["", "GiB", "2G", "2Gb/s", "-1GB", "1.5", "1,5GB", "0x10", "1e99GB", "nan", "9" * 50, 1.5, -1, float("inf")]
-    + [float("nan"), True, None, [1]],
+    + [float("nan"), True, None, [1], 1e300, -1e300, 10**400, 1 << 63, "1e30GiB", "8192PiB"],
 )
 def test_refused(value):
-    with pytest.raises(ValueError, match="bytes|unit"):
+    with pytest.raises(ValueError, match="bytes|unit") as caught:
         parse_bytes(value)
+    assert len(str(caught.value)) < 150
 
 
 def test_an_ambiguous_unit_is_explained():
@@ -46,7 +47,7 @@ def test_an_ambiguous_unit_is_explained():
         parse_bytes("1.5G")
 
 
-@given(st.integers(0, 1 << 70))
+@given(st.integers(0, 1 << 52))
 def test_whole_bytes_survive_text(count):
     assert parse_bytes(str(count)) == parse_bytes(f"{count}B") == count
     assert parse_bytes(f"{count}KiB") == count * 1024
