@@ -113,7 +113,7 @@ def _run(save: Save, handle: SaveHandle) -> None:
             save.run()
     except Exception as error:
         handle.error = error
-        text = "saving %s in the background failed; training goes on, and earlier checkpoints are intact: %s"
+        text = "saving %s in the background failed; earlier checkpoints are intact: %s"
         log.error(text, save.folder, error)
     finally:
         handle._ended.set()
