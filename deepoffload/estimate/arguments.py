@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
@@ -29,13 +30,20 @@ _OF_TUNE = {"train_batch_size": None, "memory": None, "runs": 2, "model": None}
 """The same of everything but ``--tune``."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Its mistakes are ConfigErrors, of a line and a hint: all options would hide what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n({self.prog} --help lists the options)")
+
+
 def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The options, checked for what contradicts.
 
     Raises:
-        ConfigError: contradicting or missing options.
+        ConfigError: unknown, contradicting or missing options.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog, description="Will this model fit on this machine, where does what go, and how long is a step?"
     )
     model = parser.add_argument_group("model")

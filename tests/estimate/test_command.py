@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -307,11 +308,14 @@ def test_configurations_that_no_model_has(settings, named, tmp_path, capsys):
     assert named in said and said.count("\n") == 1 and "config.json" in said
 
 
-@pytest.mark.parametrize("arguments", [["--layers", "0"], ["--batch", "-1"], ["--host-budget", "lots"]])
-def test_mistakes_in_numbers(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([*SMALL, *arguments])
-    assert exit_.value.code == 2 and arguments[0] in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "arguments",
+    [["--layers", "0"], ["--batch", "-1"], ["--host-budget", "lots"], ["--budget", "1GiB"], ["--order", "x"]],
+)
+def test_mistakes_in_options_take_a_line_and_a_hint(arguments, capsys):
+    assert main([*SMALL, *arguments]) == 2
+    mistake, hint = capsys.readouterr().err.splitlines()
+    assert arguments[0] in mistake and hint == "(python -m deepoffload.estimate --help lists the options)"
 
 
 @pytest.mark.parametrize(
@@ -344,6 +348,15 @@ def test_the_tools_run(machine_file):
             env={"PYTHONPATH": str(ROOT), "PATH": ""},
         )
         assert done.returncode == 0 and "ZeRO-" in done.stdout, done.stderr
+
+
+def test_the_tool_for_numbers_alone_names_mistakes(monkeypatch, capsys):
+    tool = ROOT / "tools" / "estimate_model_states.py"
+    monkeypatch.setattr(sys, "argv", [str(tool), "--total-params", "many"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(tool), run_name="__main__")
+    mistake, hint = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and "--total-params" in mistake and "--help" in hint
 
 
 def test_efficiency_is_the_papers_formula():
