@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepoffload.estimate.kernels import Kernels
 from deepoffload.estimate.recording import LiveBytes, Op, Shape, Visit
-from deepoffload.params.torch_private import DirectDispatchMode, fake_device, tree_map
+from deepoffload.params.torch_private import DirectDispatchMode, fake_device, in_backward, tree_map
 from deepoffload.runtime.compute_types import ComputeTypes
 
 MALLOC_CHUNK_MAX_BYTES = 32 << 20
@@ -124,7 +124,6 @@ class Tracker(DirectDispatchMode):
         def enter(*_: Any) -> None:
             self._inside.append(units)
             self._visit(False, units)
-            self.recomputes |= self.in_backward
             if not self.in_backward:
                 self._since_entry.clear()
 
@@ -172,6 +171,8 @@ class Tracker(DirectDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], Tensor):
             return fake_device(args[0])  # autograd asks this more often than it calls kernels
+        # Backward itself computes without a graph. A recomputation makes one, be its module's hooks part of it or not.
+        self.recomputes |= torch.is_grad_enabled() and in_backward()
         if not self.in_backward or self._inside:
             self._note_doors(args)
         out, made, op = self._kernels.call(func, args, kwargs)

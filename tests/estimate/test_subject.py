@@ -70,7 +70,7 @@ def test_activations_of_a_config(tmp_path, settings, arithmetic):
     saving = from_config(file, Batch(2, 16), arithmetic=arithmetic, checkpointing=True)
     whole, less = (dry_run(s.module, s.loss_of, types=in_bf16(s.module)) for s in (plain, saving))
     assert less.saved_bytes < whole.saved_bytes
-    assert less.recomputes is False or less.flops > whole.flops
+    assert less.recomputes and not whole.recomputes and less.flops > whole.flops
     assert whole.peak_bytes >= whole.saved_bytes >= whole.head_bytes > 0
 
 
