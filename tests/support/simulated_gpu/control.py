@@ -26,12 +26,13 @@ def native() -> ModuleType:
     return module
 
 
-def install(devices: int = 2, memory_bytes: int = 4 << 30) -> None:
+def install(devices: int = 2, memory_bytes: int = 256 << 20) -> None:
     """Make the device ``simgpu`` known to torch, for the rest of the process. Later calls change nothing.
 
     Args:
         devices: how many there are.
-        memory_bytes: what each has; pages that are not used take no memory.
+        memory_bytes: what each has. An engine takes most of it, and each byte is written when it is taken, and when it
+            is given back.
 
     Raises:
         RuntimeError: it does not compile.
