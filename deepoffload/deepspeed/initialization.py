@@ -26,6 +26,7 @@ from deepoffload.optim.base import HostOptimizer
 from deepoffload.optim.handles import handle_of
 from deepoffload.optim.loss_scale import configured_loss_scale
 from deepoffload.params.parameter import OffloadedParameter
+from deepoffload.params.torch_compiler import leave_to_python
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.announce import warn_of_settings
 from deepoffload.runtime.construct import give_back
@@ -161,6 +162,9 @@ def set_up(
         settings = dataclasses.replace(settings, optimizer=None)  # its section is not used
     scale = configured_loss_scale(settings.fp16) if settings.precision is Precision.FP16 else None
     return TrainingEngine(model, core, settings, built, scheduler, clipping, scale, loader), built, loader, scheduler
+
+
+leave_to_python(set_up, "a model is paged, and its optimizer made, in Python")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -433,6 +433,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
 
 
 # Dynamo cannot follow these. It cuts a compiled training step at each of them.
+leave_to_python(HostOptimizer.__init__, "an optimizer of paged weights runs as Python")
 leave_to_python(HostOptimizer.add_param_group, "an optimizer of paged weights runs as Python")
 leave_to_python(HostOptimizer.zero_grad, "an optimizer of paged weights runs as Python")
 leave_to_python(HostOptimizer.apply_step, "an optimizer of paged weights runs as Python")

@@ -1,5 +1,4 @@
-"""Gradients land in their unit's block as soon as autograd has made them, and stand behind ``param.grad`` until the
-step.
+"""Gradients land in their unit's block as soon as autograd has made them. ``param.grad`` shows them until the step.
 
 A gradient is touched once on its way: one native pass accumulates it into the block (rounding as torch does), sums its
 squares and notes non-finite values. Each landing replaces the parameter's sum of squares.
@@ -38,6 +37,7 @@ from deepoffload.params.pager import Pager
 from deepoffload.params.parameter import OffloadedGradient, show_stand_in
 from deepoffload.params.reference_counts import LONE
 from deepoffload.params.slot import make_stand_in
+from deepoffload.params.torch_compiler import leave_to_python
 from deepoffload.params.torch_private import (
     call_when_accumulated,
     get_data,
@@ -60,8 +60,7 @@ LIGHT_BYTES = 2 << 20
 class Gradients:
     """All gradients of one pager's parameters.
 
-    It has many methods, because it alone changes gradients: each is one thing that is done to one. What is known of a
-    gradient lies in ``gradient_state``.
+    It has many methods, because it alone changes gradients. What is known of a gradient lies in ``gradient_state``.
 
     Args:
         early: where units are updated inside backward, what knows of these.
@@ -121,8 +120,7 @@ class Gradients:
                 self._light_bytes -= handle.nbytes
 
     def track(self, handle: ParamHandle) -> None:
-        """Have autograd call us when the gradient of a parameter is complete. A frozen parameter cannot be tracked
-        yet."""
+        """Have autograd call us when a parameter's gradient is complete. A frozen one cannot be tracked yet."""
         param, record = handle.tensor, self._record(handle)
         if param is None or record.hook is not None or not param.requires_grad:
             return
@@ -243,8 +241,7 @@ class Gradients:
             self.pager.catch_up(early.decided.popleft())
 
     def _leave_with_autograd(self, param: Tensor, record: GradientRecord, grad: Tensor) -> None:
-        """A sparse gradient, or one with a graph: autograd's tensor stays the truth, with what had
-        landed."""
+        """A sparse gradient, or one with a graph: autograd's tensor stays the truth, with what had landed."""
         if record.state is GradientState.LANDED:
             set_grad(param, (grad + self._show(record)).to(grad.dtype))
             self._drop(record)
@@ -448,3 +445,6 @@ def _landed(param: Tensor) -> None:
                 gradients.land(param, handle)
             else:
                 pager.hooks.turns.land(param, handle, gradients)
+
+
+leave_to_python(_landed, "a gradient lands in Python")

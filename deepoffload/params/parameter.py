@@ -29,7 +29,7 @@ from deepoffload.params.sharding import refuse_sharding
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.state_dict_values import is_weight_itself, lazy_weight
 from deepoffload.params.tensor_lists import calls_of_one
-from deepoffload.params.torch_compiler import NOT_CAPTURED, not_captured
+from deepoffload.params.torch_compiler import NOT_CAPTURED, leave_to_python
 from deepoffload.params.torch_private import (
     MODULE_SAVE,
     PARAMETER_NEW,
@@ -147,7 +147,7 @@ def through_the_door(func: Callable[..., Any], types: Iterable[type], args: Any,
     return _paged_call(func, name, types, args, kwargs)
 
 
-not_captured(through_the_door, NOT_CAPTURED)
+leave_to_python(through_the_door, NOT_CAPTURED)
 
 
 def _paged_call(func: Callable[..., Any], name: str, types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:

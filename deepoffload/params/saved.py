@@ -19,6 +19,7 @@ from torch.utils import checkpoint
 from deepoffload.errors import ClosedError
 from deepoffload.params.casts import NARROW, cast_again, cast_of_frozen, cast_of_weight
 from deepoffload.params.ports import PagerPort
+from deepoffload.params.torch_compiler import NOT_CAPTURED, leave_to_python
 from deepoffload.params.torch_private import (
     get_data,
     in_backward,
@@ -202,6 +203,10 @@ class SavedTensorHooks:
         if type(packed) is SavedBelow:
             return packed.unpack(packed.packed)
         return restore(packed)
+
+
+leave_to_python(SavedTensorHooks.pack, NOT_CAPTURED)
+leave_to_python(SavedTensorHooks.unpack, NOT_CAPTURED)
 
 
 def of_checkpoint(hooks: Hooks | None) -> bool:

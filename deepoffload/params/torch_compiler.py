@@ -33,6 +33,26 @@ def leave_to_python(function: Callable[..., Any], why: str) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
+def is_compiling_callers() -> bool:
+    """Whether Dynamo is at work around a function that it does not capture: it compiles what that calls. Only for
+    callers that :func:`seen_by_compiler` has named."""
+    frames = torch._C._dynamo.eval_frame
+    ask = getattr(frames, "get_eval_frame_callback", None)  # not in every torch
+    return ask is not None and ask() not in (None, False)
+
+
+def seen_by_compiler(function: Callable[..., Any], why: str) -> None:
+    """As :func:`leave_to_python`, without what ``function`` calls: it can ask :func:`is_compiling_callers`."""
+    not_captured(function, why)
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):
+        actions = frames._FrameAction
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+
+
+seen_by_compiler(is_compiling_callers, "Python is asked, not Dynamo")
+
+
 def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
     """A bound method of torch's without the wrapper that keeps it out of compiled functions. At its first call the
     wrapper loads the compiler, also in a program that compiles nothing. Only for a caller that is itself left to

@@ -11,7 +11,8 @@ from typing import Any, overload
 from torch import nn
 
 from deepoffload.config import Config, Precision, parse_config
-from deepoffload.errors import BudgetError, RankError, UsageError
+from deepoffload.errors import BudgetError, RankError, UnsupportedError, UsageError
+from deepoffload.params.torch_compiler import is_compiling_callers, seen_by_compiler
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.large_buffers import page_large_buffers
@@ -19,6 +20,8 @@ from deepoffload.runtime.ranks import RankChoice
 from deepoffload.runtime.registration import ConstructionHooks, context_is_open
 from deepoffload.runtime.statistics import stats_of_ranks
 from deepoffload.runtime.wrapped_weights import page_wrapped_weights
+
+_BEFORE = "build the model before, in Python, and compile its layers, or the training step (docs/compile.md)"
 
 
 class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
@@ -56,6 +59,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         ranks: str | Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> None:
+        _refuse_compiler()
         self._ranks = RankChoice(group, mesh, ranks, values_of_rank_0=self._values_of_rank_0)
         with self._ranks.telling("reading the configuration"):
             self.config = parse_config(config, world_size=self._ranks.world_size, **self._ranks.settings, **overrides)
@@ -63,6 +67,7 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         self._hooks: ConstructionHooks | None = None
 
     def __enter__(self) -> offload_context:
+        _refuse_compiler()
         if self.engine is not None:
             raise UsageError("this offload_context has been used already; make a new one for the next model")
         if context_is_open():
@@ -107,6 +112,17 @@ class offload_context:  # noqa: N801 - reads as a function, like torch.no_grad
         except BaseException as failure:
             engine.close(f"its offload_context ended with {type(failure).__name__}")
             raise
+
+
+def _refuse_compiler() -> None:
+    """Dynamo compiles functions that get weights while these come and go: what it expects of them is wrong at once."""
+    if is_compiling_callers():
+        raise UnsupportedError(f"offload_context in a function that torch.compile compiles: {_BEFORE}")
+
+
+seen_by_compiler(offload_context.__init__, _BEFORE)
+seen_by_compiler(offload_context.__enter__, _BEFORE)
+seen_by_compiler(_refuse_compiler, _BEFORE)
 
 
 def engine_of(model: nn.Module) -> Engine:

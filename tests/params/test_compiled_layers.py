@@ -3,6 +3,7 @@ compiled after the first step."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +101,51 @@ def test_compiled_layers(paging: Paging, put_on: Callable[..., None], budget: in
     assert_same_bits(gradients, got)
     assert got_losses == pytest.approx(losses, rel=1e-5)
     assert asked[0] and asked[-1] == asked[1], f"compiled again in later steps: {asked}"
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["CPUAdamW", "paged"])
+def test_whole_steps_are_compiled_without_a_word(paging: Paging, paged: bool) -> None:
+    """Steps and what makes the optimizer are compiled functions. Dynamo warns of no function of ours that it cannot
+    follow, and compiles none again and again."""
+    import torch._dynamo.utils
+
+    torch._dynamo.utils.warn_once_cache.clear()
+
+    def make(model: nn.Module) -> Any:
+        if paged:
+            return deepoffload.paged(torch.optim.AdamW, model.parameters(), lr=1e-3, foreach=False)
+        return deepoffload.initialize(model=model, config={"optimizer": {"type": "AdamW", "params": {}}})[1]
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    found = []
+    for compiled in (False, True):
+        made, stepped = (torch.compile(each, backend="eager") if compiled else each for each in (make, step))
+        with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            warnings.filterwarnings("error", "Dynamo does not know")
+            with paging.context(EVICTING, UNIT_IS_A_LAYER):
+                torch.manual_seed(0)
+                model = build()
+            optimizer = made(model)
+            found.append([stepped(model, optimizer, batches(number)) for number in range(4)])
+    assert [loss.item() for loss in found[0]] == [loss.item() for loss in found[1]]
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_compiled_function_builds_no_paged_model(paging: Paging, made_inside: bool) -> None:
+    before = None if made_inside else paging.context(EVICTING, UNIT_IS_A_LAYER)
+
+    def make() -> nn.Module:
+        with before or deepoffload.offload_context(host_budget=UNIT_IS_A_LAYER):
+            return build()
+
+    with pytest.raises(UnsupportedError, match=r"offload_context in a function that torch.compile compiles: build the"):
+        torch.compile(make, backend="eager")()
 
 
 def test_fullgraph_of_a_whole_model_is_refused(paging: Paging) -> None:

@@ -29,6 +29,7 @@ from deepoffload.optim.rule import Rule, UpdateJob
 from deepoffload.optim.speculation.guess import GuessedStep
 from deepoffload.optim.step_work import StepWork
 from deepoffload.params.pager import Pager
+from deepoffload.params.torch_compiler import leave_to_python
 from deepoffload.params.unit import ParamHandle
 
 
@@ -216,6 +217,9 @@ class PagedOptimizer(HostOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_maker": self._maker, "_is_resolved": False}
+
+
+leave_to_python(PagedOptimizer.__init__, "an optimizer of paged weights runs as Python")
 
 
 def _check_ordinary(param: Tensor, name: str) -> None:
