@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from deepoffload.estimate.fake_maker import FakeMaker
 from deepoffload.estimate.recording import Op
-from deepoffload.params.torch_private import fake_device, tree_flatten
+from deepoffload.params.torch_private import fake_device, tree_flatten, tree_map
 
 _ATTENTION_BACKWARD = 2.5
 """Matrix products in the backward of fused attention for one pair in its forward: five for two (FlashAttention,
@@ -73,10 +73,16 @@ class Kernels:
         self._maker = maker
         self._known = known.calls
         self._ops = known.ops
+        self._on_meta: dict[int, tuple[Tensor, Tensor]] = {}  # with the program's: so its id stays its own
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor], Op | None]:
         """What the call gives, the tensors in that, and what has been computed (None: nothing)."""
+        if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         key = self._key(func, args, kwargs)
+        if key is None:
+            args, kwargs = tree_map(self._placed, (args, kwargs))
+            key = self._key(func, args, kwargs)
         known = self._known.get(key) if key is not None else None
         if known is None:
             out, made, op, known = self._ask(func, args, kwargs, may_be_known=key is not None)
@@ -86,6 +92,15 @@ class Kernels:
         # The first one, too: torch refers weakly to tensors that it makes itself, and then nobody can swap them.
         made = [self._again(result, args) for result in known.results]
         return known.given(made), made, known.op
+
+    def _placed(self, value: Any) -> Any:
+        """A tensor of the program's on the meta device has a shape, as those here have, which seem to be on a CPU."""
+        if not isinstance(value, Tensor) or self._maker.is_fake(value) or not value.is_meta:
+            return value
+        if id(value) not in self._on_meta:
+            made = self._maker.fake(value.shape, value.stride(), value.dtype, torch.device("cpu"), None, 0)
+            self._on_meta[id(value)] = value, made
+        return self._on_meta[id(value)][1]
 
     def _ask(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_known: bool

@@ -285,6 +285,25 @@ def test_a_live_module_is_left_as_it_is():
     assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_and_its_tokens_may_be_on_the_meta_device(device):
+    """They have shapes, which is all that is looked at."""
+    found = []
+    for tokens_device in ("cpu", device):
+        with torch.device(tokens_device):
+            tokens = torch.zeros(2, 16).long()
+        with torch.device(device):
+            model = TinyGPT()
+
+        def loss_of(call: Any, tokens: torch.Tensor = tokens, model: nn.Module = model) -> torch.Tensor:
+            at = torch.arange(15, device=next(model.parameters()).device) + tokens.to(tokens.device)[:, 1:]
+            return nn.functional.cross_entropy(call(tokens)[:, :-1].flatten(0, 1), at.flatten())
+
+        found.append(dry_run(model, loss_of))
+    assert found[0].peak_bytes == pytest.approx(found[1].peak_bytes, abs=256), "but for the tokens themselves"
+    assert found[0].flops == found[1].flops > 0
+
+
 def test_saved_bytes_are_those_that_autograd_keeps():
     """Against torch's own account of a real run."""
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
