@@ -20,8 +20,8 @@ from deepoffload import TrainingState
 from deepoffload.checkpoint import saving
 from deepoffload.checkpoint.copying import Copying
 from deepoffload.errors import DeepOffloadError
-from tests.ranks.saving import OPTIMIZERS, built, digests, rank, train
-from tests.support.models import VOCABULARY, TinyGPT, batch, mixtral, next_token_loss
+from tests.ranks.saving import OPTIMIZERS, built, check_disk, digests, rank, small_gpt, train
+from tests.support.models import VOCABULARY, batch, mixtral, next_token_loss
 from tests.support.rank_processes import SOON_S
 
 FIRST, THEN = 2, 2
@@ -46,7 +46,7 @@ class Turned(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: TinyGPT(dropout=0.0),
+    "gpt": small_gpt,
     "turned": Turned,
     "mixtral": lambda: mixtral(attention_dropout=0.0),
 }
@@ -102,6 +102,7 @@ def save(model_name: str, name: str, config: dict[str, Any], path: str, wait: bo
         saved = state.save(path, wait=wait)
         drawn = _drawn()
         shown = _go_on(model, optimizer, schedule)
+        check_disk(model, config)
         assert Path(saved if isinstance(saved, str) else saved.wait(60)).name == f"global_step{FIRST}"
         return shown, drawn
 
@@ -267,7 +268,7 @@ def _engine() -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
     }
-    return deepoffload.initialize(model=TinyGPT(dropout=0.0), config=config)[0]
+    return deepoffload.initialize(model=small_gpt(), config=config)[0]
 
 
 def _engine_steps(engine: Any, steps: range) -> None:

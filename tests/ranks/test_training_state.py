@@ -37,7 +37,7 @@ def training_of(folder: Path) -> dict[str, Any]:
 
 def settings(precision: str, tmp_path: Path, *, tight: bool) -> dict[str, Any]:
     (tmp_path / "swap").mkdir(exist_ok=True)
-    little = {"host_budget": "6MiB", "nvme_budget": "64MiB", "nvme_path": str(tmp_path / "swap")}
+    little = {"host_budget": "1500KiB", "nvme_budget": "64MiB", "nvme_path": str(tmp_path / "swap")}
     return {"precision": precision, **(little if tight else {"host_budget": "48MiB"})}
 
 
