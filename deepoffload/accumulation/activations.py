@@ -4,6 +4,7 @@ units."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,14 @@ from deepoffload.params.ports import ActivationRegion, PagerPort
 from deepoffload.params.saved import SavedTensor, SavedTensorHooks, saved_for_checkpoint
 from deepoffload.params.torch_private import (
     in_functorch,
+    past_doors,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    requires_grad_of,
     saved_tensors_hooks_enabled,
     top_saved_tensors_hooks,
     tree_flatten,
+    tree_leaves,
 )
 from deepoffload.params.torch_thread import in_cached_blocks
 from deepoffload.params.window import Window
@@ -92,6 +96,8 @@ class Activations:
         self._recompute = not fits
         self._device = pager.memory.device
         self._counted = Counted(pager) if mode is ActivationMode.AUTO and fits is not False else None
+        if self._counted is not None:
+            self._room.begin_call()
         self._caches: defaultdict[int, Caches] = defaultdict(Caches)
         self._inputs: dict[Window, list[tuple[Tensor, int]]] = {}
 
@@ -111,12 +117,15 @@ class Activations:
             return None  # a second run would compute with other weights, write to them, or compute them again
         if saved_for_checkpoint():
             return None  # the program's own, around this module or one that encloses it
-        leaves, structure = tree_flatten((args, kwargs))
         if counted is not None:
-            self._inputs[window] = [
-                (leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
-            ]
-            return counted if counted.open() else None
+            given = tree_leaves((args, kwargs))
+            call = counted.call(window, _kind_of_call(window, module, given))
+            if call is None or call.hooked:
+                self._inputs[window] = [
+                    (leaf, leaf._version) for leaf in given if isinstance(leaf, Tensor) and not leaf.is_inference()
+                ]
+            return call
+        leaves, structure = tree_flatten((args, kwargs))
         self._look_for_edits(window)
         if window in self._room.edited:
             return None
@@ -137,6 +146,7 @@ class Activations:
         if number == 0:
             self._attributes.forward_has_ended()
         if number == 0 and self._counted is not None:
+            self._counted.remember()
             self._room.measured(self._counted.nbytes)
             for window in list(self._inputs):
                 self._look_for_edits(window)
@@ -153,8 +163,22 @@ class Activations:
             self._room.edited.add(window)
 
 
+def _kind_of_call(window: Window, module: nn.Module, given: Iterable[Any]) -> Hashable:
+    """Calls of one module that have this in common keep as much, unless the program changes a setting of a layer."""
+    weights = (handle.tensor for handle in window.handles())
+    trained = sum(weight is not None and past_doors(requires_grad_of, (weight,)) for weight in weights)
+    return module.training, trained, *map(_kind_of_value, given)
+
+
+def _kind_of_value(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    return value if isinstance(value, (bool, str)) else None
+
+
 class Counted:
-    """Keeps what autograd saves in calls of windows, and counts the bytes.
+    """The bytes that autograd saves in calls of windows: each call is counted that is of another kind than those
+    before, which costs a call of Python for each tensor.
 
     Attributes:
         nbytes: of all that was saved on the device that computes, but for weights.
@@ -162,25 +186,42 @@ class Counted:
 
     def __init__(self, pager: PagerPort) -> None:
         self.nbytes = 0
-        self._pager = pager
+        self.is_open = False
+        self._pager, self._room = pager, pager.order.activations
         self._seen: set[int] = set()
-        below = pager.hooks.below
-        self._hooks = (self._pack, SavedTensor.checked) if below is None else (self._pack_below, below[1])
+        self._new: list[tuple[Window, Hashable, int]] = []
 
-    def open(self) -> bool:
-        """A call begins. False where hooks of the program decide what becomes of saved tensors."""
+    def call(self, window: Window, kind: Hashable) -> CountedCall | None:
+        """A call of a window's module begins. None inside another one, and where hooks of the program decide what
+        becomes of saved tensors."""
+        below = self._pager.hooks.below
         top = top_saved_tensors_hooks(True)
         mine = None if top is None else getattr(top[0], "__self__", None)
-        if top is not None and not (type(mine) is SavedTensorHooks and mine.below is self._pager.hooks.below):
-            return False
-        push_saved_tensors_hooks(*self._hooks)
-        return True
+        if self.is_open or (top is not None and not (type(mine) is SavedTensorHooks and mine.below is below)):
+            return None
+        self.is_open = True
+        known = None if below is not None else self._room.known(window, kind)  # else what leaves is never the same
+        if known is not None:
+            self.nbytes += known
+            return CountedCall(self, window, kind, hooked=False)
+        hooks = (self._pack, SavedTensor.checked) if below is None else (self._pack_below, below[1])
+        push_saved_tensors_hooks(*hooks)
+        return CountedCall(self, window, kind, hooked=True)
 
-    def close(self) -> None:
+    def ended(self, call: CountedCall) -> None:
         """A call is over."""
+        self.is_open = False
+        if not call.hooked:
+            return
         top = top_saved_tensors_hooks(True)
         if top is not None and getattr(top[0], "__self__", None) is self:
             pop_saved_tensors_hooks()
+        self._new.append((call.window, call.kind, self.nbytes - call.before))
+
+    def remember(self) -> None:
+        """The forward is over, so all its calls have come to their ends."""
+        for window, kind, nbytes in self._new:
+            self._room.counted(window, kind, nbytes)
 
     def _pack_below(self, tensor: Tensor) -> Any:
         """Activations are offloaded: what leaves takes no memory."""
@@ -199,3 +240,21 @@ class Counted:
             if storage._cdata not in self._seen and storage._cdata not in self._pager.storages:
                 self._seen.add(storage._cdata)  # all of them live until backward
                 self.nbytes += storage.nbytes()
+
+
+class CountedCall:
+    """One call of a window's module.
+
+    Attributes:
+        before: the bytes that were counted before it.
+        hooked: whether what it saves is counted; else it is known.
+    """
+
+    def __init__(self, counted: Counted, window: Window, kind: Hashable, *, hooked: bool) -> None:
+        self._counted = counted
+        self.window, self.kind, self.hooked = window, kind, hooked
+        self.before = counted.nbytes
+
+    def close(self) -> None:
+        """It is over."""
+        self._counted.ended(self)

@@ -21,7 +21,7 @@ from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.kept_apart import added
 from deepoffload.accumulation.loss_graph import LossGraph
 from deepoffload.errors import UnsupportedError
-from deepoffload.params.torch_private import tree_flatten
+from deepoffload.params.torch_private import tree_leaves
 
 
 class Entering(NamedTuple):
@@ -59,9 +59,7 @@ def in_containers(args: Any, kwargs: Any) -> dict[int, Tensor]:
     for value in arguments:  # grows
         if type(value) is tuple:
             arguments += value
-    there = tree_flatten([value for value in arguments if type(value) is not tuple and not isinstance(value, Tensor)])[
-        0
-    ]
+    there = tree_leaves([value for value in arguments if type(value) is not tuple and not isinstance(value, Tensor)])
     return {id(value): value for value in there if isinstance(value, Tensor)}
 
 
@@ -69,7 +67,7 @@ class UnitArguments:
     """The tensors that a unit is called with, and what has made them."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        self._makers = [(value, value.grad_fn) for value in tree_flatten((args, kwargs))[0] if may_stand_for(value)]
+        self._makers = [(value, value.grad_fn) for value in tree_leaves((args, kwargs)) if may_stand_for(value)]
 
     def needs_no_view(self) -> bool:
         """After the call: whether it has done to one of them what torch refuses for a view, such as what stands for a
@@ -96,7 +94,7 @@ def give_hooks_back(entering: Iterable[Entering]) -> None:
 
 def join_uses(graph: LossGraph, begin: int, entering: Iterable[Entering], streams: GradientStreams) -> None:
     """Put hooks on the nodes that were made from number ``begin`` on."""
-    newer = [node for node, sequence in graph.nodes if sequence >= begin]
+    newer = list(graph.made_from(begin))
     for _, inside, door in entering:
         for each in {door, inside.grad_fn}:
             if each in newer:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch.autograd.graph import GradientEdge
 from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.joined_uses import give_hooks_back, join_uses
 from deepoffload.accumulation.kept_apart import KeptApart
-from deepoffload.accumulation.loss_graph import LeafUse, Leg, Legs, LossGraph, runs_backward
+from deepoffload.accumulation.loss_graph import LeafUse, Legs, LossGraph, runs_backward
 from deepoffload.accumulation.micro_batch import MicroBatch, Visit
 from deepoffload.accumulation.several_gradients import wait_for_several
+from deepoffload.params.own_hooks import OwnHooks
 from deepoffload.params.ports import GradientDoor
 from deepoffload.params.torch_private import autograd_backward, autograd_grad, past_doors
 from deepoffload.params.unit import ParamHandle
@@ -44,6 +44,7 @@ class JointBackward:
         apart: keeps the gradients of micro-batches apart, where one backward makes those of all.
         gradients: which leaves have a hook of ours.
         streams: of the device, which have made gradients that are kept.
+        own: counts our hooks.
         starts: called with a micro-batch whose backward goes on.
     """
 
@@ -53,10 +54,11 @@ class JointBackward:
         apart: KeptApart,
         gradients: GradientDoor,
         streams: GradientStreams,
+        own: OwnHooks,
         starts: Callable[[MicroBatch], None],
     ) -> None:
         self._legs, self._apart, self._gradients, self._starts = legs, apart, gradients, starts
-        self._streams = streams
+        self._streams, self._own = streams, own
         self._outside: set[int] = set()
         self._early = 0
 
@@ -87,8 +89,8 @@ class JointBackward:
         if self._early != one.number or not doors or graph.runs_backward_from(begin) or one.may_land_twice():
             self._outside.update(map(id, graph.leaves()))
             return
-        self._outside.update(id(leaf) for use in graph.uses if use.sequence < begin for _, leaf in use.leaves)
-        uses = [use for use in graph.uses if use.sequence >= begin]
+        self._outside.update(map(id, graph.leaves_before(begin)))
+        uses = [use for use in graph.uses() if use.sequence >= begin]
         if any(self._is_watched(leaf) for use in uses for _, leaf in use.leaves):
             return
         waiting = [use for use in uses if any(id(leaf) in self._outside for _, leaf in use.leaves)]
@@ -119,7 +121,7 @@ class JointBackward:
 
     def run(self, every: Sequence[MicroBatch]) -> None:
         """All backwards, as far as they have not been made. The forwards are over."""
-        self._legs.begin(None)
+        self._legs.begin(-1, -1)
         if self._put_in_order(every):
             self._backward(every)
             self._apart.finish()
@@ -134,20 +136,22 @@ class JointBackward:
             return False
         if any(graph.runs_in_several_threads() for _, graph, _ in found):
             return False
-        shifts, runs = self._legs.shifts(places), list[tuple[int, Any, MicroBatch]]()
+        shifts, lasts = self._legs.shifts(places), dict[int, tuple[int, Any, MicroBatch]]()
         for one, graph, legs in found:
-            for (node, sequence), leg in zip(graph.nodes, legs, strict=True):
+            for place in graph.programs:  # a reentrant checkpoint has no other begin
+                self._own.put_before(graph.nodes[place], partial(self._comes_to, one))
+            for node, sequence, leg in zip(graph.nodes, graph.sequences, legs, strict=True):
                 node._set_sequence_nr(sequence + shifts[leg])
-                runs.append((sequence + shifts[leg], node, one))
-                if isinstance(node, BackwardCFunction):  # a reentrant checkpoint has no other begin
-                    node.register_prehook(partial(self._comes_to, one))
-            self._apart.hook(one.number, graph.uses)
-        runs.sort(key=itemgetter(0), reverse=True)
+                last = lasts.get(leg)
+                if last is None or sequence < last[0]:
+                    lasts[leg] = sequence, node, one
+            self._apart.hook(one.number, graph.uses())
+        runs = [lasts[leg] for leg in sorted(lasts, key=lambda leg: lasts[leg][0] + shifts[leg], reverse=True)]
         if runs:
             self._starts(runs[0][2])
         for (_, node, one), (_, _, following) in pairwise(runs):
             if following is not one:  # hooks of the program may draw random numbers before the next node runs
-                node.register_hook(partial(self._goes_over, following))
+                self._own.put_on(node, partial(self._goes_over, following))
         return True
 
     def _goes_over(self, following: MicroBatch, *_: Any) -> None:
@@ -162,8 +166,8 @@ class JointBackward:
         found, looked_at = [], set()
         for one in every:
             graph = one.graph
-            legs = [self._legs.index_of(sequence, one.number) for _, sequence in graph.nodes]
-            if -1 in legs or one.loss_is_leaf() or self._hides_uses(one, graph, legs):
+            legs = self._legs.indices_of(graph.sequences, one.number)
+            if legs is None or one.loss_is_leaf() or self._hides_uses(one, graph, legs):
                 return None
             found.append((one, graph, legs))
             for leaf in graph.leaves():
@@ -176,7 +180,7 @@ class JointBackward:
     def _hides_uses(self, one: MicroBatch, graph: LossGraph, legs: list[int]) -> bool:
         """Whether there is a reentrant checkpoint around something else than units: nobody knows its weights. One
         around units is the last of such nodes before these are visited without a graph."""
-        around = Counter(leg for (node, _), leg in zip(graph.nodes, legs, strict=True) if runs_backward(node))
+        around = Counter(legs[place] for place in graph.programs if runs_backward(graph.nodes[place]))
         for leg, count in around.items():
             inside = self._legs.visit_of(leg) + 1
             if count > 1 or inside >= len(one.path) or one.path[inside] not in one.without_graph:
@@ -190,8 +194,9 @@ class JointBackward:
         return past_doors(_count_hooks, (leaf,)) > int(ours)
 
     @staticmethod
-    def _places(every: Sequence[MicroBatch]) -> dict[Leg, int] | None:
-        """Where the legs stand in the order of visits. None where gradients of weights would land mixed."""
+    def _places(every: Sequence[MicroBatch]) -> dict[tuple[int, int], int] | None:
+        """Where each leg stands in the order of visits, by its micro-batch and its visit. None where gradients of
+        weights would land mixed."""
         if any(one.may_land_twice() for one in every):
             return None
         differ = any(one.path != every[0].path for one in every)
@@ -200,9 +205,9 @@ class JointBackward:
         places: dict[Visit, int] | None = places_of([one.path for one in every])
         if places is None:
             return None
-        found = {Leg(one.number, -1): -1 for one in every}
+        found = {(one.number, -1): -1 for one in every}
         for one in every:
-            found.update((Leg(one.number, index), places[visit]) for index, visit in enumerate(one.path))
+            found.update(((one.number, index), places[visit]) for index, visit in enumerate(one.path))
         return found
 
     def run_alone(self, one: MicroBatch) -> None:
@@ -217,7 +222,7 @@ class JointBackward:
             for root, gradient in one.roots:
                 node: Any = root.grad_fn if isinstance(root, Tensor) else root.node
                 if node is not None:
-                    node.register_prehook(partial(self._comes_to, one))
+                    self._own.put_before(node, partial(self._comes_to, one))
                 roots.append((root, gradient))
             one.forget_graph()
         if roots:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.loss_graph import LeafUse, LossGraph
+from deepoffload.params.own_hooks import OwnHooks
 
 Land = Callable[[int, Tensor, Tensor], None]
 """Takes the number of a micro-batch, a leaf, and the gradient that it gets."""
@@ -30,38 +32,50 @@ def added(before: Tensor | None, gradient: Tensor) -> Tensor:
     return gradient + before if before.is_sparse else before + gradient
 
 
-class _LeafSum:
-    """Of one micro-batch and leaf. left: gradients that are still to come."""
+class _LeafSums:
+    """Of one leaf.
+
+    Attributes:
+        due: the micro-batches whose gradient has not landed, the first one first.
+        left: by micro-batch, how many gradients of it are still to come.
+        totals: by micro-batch, the sum of those that have come.
+    """
+
+    __slots__ = ("leaf", "due", "left", "totals")
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
-        self.left = 0
-        self.total: Tensor | None = None
+        self.due: list[int] = []
+        self.left: dict[int, int] = {}
+        self.totals: dict[int, Tensor] = {}
 
 
 class KeptApart:
     """Of one call. Leaves are known by their ids: they live as long as the graphs."""
 
-    def __init__(self, land: Land, streams: GradientStreams) -> None:
+    def __init__(self, land: Land, streams: GradientStreams, own: OwnHooks) -> None:
         self._land = land
         self._streams = streams
-        self._sums: dict[tuple[int, int], _LeafSum] = {}
-        self._due: dict[int, list[int]] = {}
+        self._own = own
+        self._sums: dict[int, _LeafSums] = {}
 
     def expect(self, number: int, graph: LossGraph) -> None:
         """A micro-batch has this graph."""
         for leaf in graph.leaves():
-            found = self._sums.get((number, id(leaf)))
+            found = self._sums.get(id(leaf))
             if found is None:
-                found = self._sums[number, id(leaf)] = _LeafSum(leaf)
-                insort(self._due.setdefault(id(leaf), []), number)
-            found.left += 1
+                found = self._sums[id(leaf)] = _LeafSums(leaf)
+            left = found.left.get(number, 0)
+            if not left:
+                insort(found.due, number)
+            found.left[number] = left + 1
 
     def leave_to_autograd(self, number: int, leaves: Iterable[Tensor]) -> None:
         """These gradients of a micro-batch are not gathered, and it is their turn."""
         for leaf in leaves:
-            if self._sums.pop((number, id(leaf)), None) is not None:
-                self._due[id(leaf)].remove(number)
+            found = self._sums.get(id(leaf))
+            if found is not None and found.left.pop(number, None) is not None:
+                found.due.remove(number)
 
     def complete(self, number: int, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """All of these gradients of a micro-batch have come, and it is their turn."""
@@ -73,40 +87,49 @@ class KeptApart:
 
     def finish(self) -> None:
         """The backward is over, and no more gradients come: not all nodes got one."""
-        for due in self._due.values():
-            due.clear()
-        for (number, _), found in sorted(self._sums.items(), key=lambda item: item[0][0]):
-            self._land_sum(number, found)
+        waiting = [(number, found) for found in self._sums.values() for number in found.due]
+        for found in self._sums.values():
+            found.due.clear()
+        for number, found in sorted(waiting, key=itemgetter(0)):
+            self._land_total(number, found)
         self._sums.clear()
         self._streams.come_after()
 
     def hook(self, number: int, uses: Iterable[LeafUse]) -> None:
         """Take gradients away where they are made."""
         for use in uses:
-            taken = tuple((output, id(leaf)) for output, leaf in use.leaves)
-            use.node.register_hook(partial(self._take, number, taken))
+            taken = tuple((output, self._sums[id(leaf)]) for output, leaf in use.leaves)
+            if len(taken) == 1:
+                self._own.put_on(use.node, partial(self._take_one, number, *taken[0]))
+            else:
+                self._own.put_on(use.node, partial(self._take, number, taken))
 
-    def _take(self, number: int, taken: tuple[tuple[int, int], ...], made: Any, _: Any) -> Any:
+    def _take_one(self, number: int, output: int, of_leaf: _LeafSums, made: Any, _: Any) -> Any:
+        self._came(number, of_leaf, made[output])
+        return (*made[:output], None, *made[output + 1 :])
+
+    def _take(self, number: int, taken: tuple[tuple[int, _LeafSums], ...], made: Any, _: Any) -> Any:
         rest = list(made)
-        for output, leaf in taken:
+        for output, of_leaf in taken:
             gradient, rest[output] = rest[output], None
-            self._came(number, leaf, gradient)
+            self._came(number, of_leaf, gradient)
         return tuple(rest)
 
-    def _came(self, number: int, leaf: int, gradient: Tensor | None) -> None:
-        found = self._sums[number, leaf]
-        found.left -= 1
+    def _came(self, number: int, found: _LeafSums, gradient: Tensor | None) -> None:
+        found.left[number] -= 1
         if gradient is not None:
-            if found.total is not None:
-                self._streams.come_after((found.total,))
-            found.total = added(found.total, gradient)
+            before = found.totals.get(number)
+            if before is not None:
+                self._streams.come_after((before,))
+            found.totals[number] = added(before, gradient)
             self._streams.note()
-        due = self._due[leaf]
-        while due and not self._sums[due[0], leaf].left:
-            number = due.pop(0)
-            self._land_sum(number, self._sums.pop((number, leaf)))
+        due = found.due
+        while due and not found.left[due[0]]:
+            self._land_total(due.pop(0), found)
 
-    def _land_sum(self, number: int, found: _LeafSum) -> None:
-        if found.total is not None:
-            self._streams.come_after((found.total,))
-            self._land(number, found.leaf, found.total)
+    def _land_total(self, number: int, found: _LeafSums) -> None:
+        del found.left[number]
+        total = found.totals.pop(number, None)
+        if total is not None:
+            self._streams.come_after((total,))
+            self._land(number, found.leaf, total)

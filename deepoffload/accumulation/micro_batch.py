@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from greenlet import greenlet
 from torch import Tensor
@@ -22,6 +23,7 @@ class MicroBatch:
 
     Attributes:
         runs: its forward, which stops and goes on.
+        came_back: what is called when backward comes to what it has got from a unit.
         place: in its forward; the least one goes first.
         path: its visits in the forward, in their order.
         latest: how often each window was visited before its latest visit.
@@ -38,6 +40,7 @@ class MicroBatch:
     def __init__(self, number: int) -> None:
         self.number = number
         self.runs: greenlet | None = None
+        self.came_back: Callable[[Tensor], None] | None = None
         self.forward_is_over = False
         self.place = -math.inf
         self.path: list[Visit] = []

@@ -47,7 +47,7 @@ from deepoffload.accumulation.gradient_streams import GradientStreams
 from deepoffload.accumulation.joined_uses import UnitArguments, give_hooks_back, in_containers, stand_for
 from deepoffload.accumulation.joint_backward import JointBackward
 from deepoffload.accumulation.kept_apart import KeptApart
-from deepoffload.accumulation.loss_graph import Leg, Legs
+from deepoffload.accumulation.loss_graph import Legs
 from deepoffload.accumulation.micro_batch import MicroBatch
 from deepoffload.accumulation.random_streams import RandomStreams
 from deepoffload.machine import FreedMemory
@@ -63,7 +63,7 @@ from deepoffload.params.torch_private import (
     sequence_number,
     set_grad,
     tensor_use_count,
-    tree_flatten,
+    tree_leaves,
 )
 from deepoffload.params.torch_thread import TorchThread
 from deepoffload.params.unit import ParamHandle
@@ -130,8 +130,9 @@ class Turns:
         self._copies_leave = device.type != "cpu"
         self._freed = None if self._copies_leave else FreedMemory()
         self._legs, self._streams_used = Legs(), GradientStreams(device)
-        apart = KeptApart(self._land_apart, self._streams_used)
-        self._backwards = JointBackward(self._legs, apart, gradients, self._streams_used, self._run_as)
+        self._own_hooks = own = pager.hooks.own
+        apart = KeptApart(self._land_apart, self._streams_used, own)
+        self._backwards = JointBackward(self._legs, apart, gradients, self._streams_used, own, self._run_as)
         self._stopping = False
         self.failed_at: int | None = None
         self.advice = ""
@@ -163,6 +164,7 @@ class Turns:
                 self._activations.end()
                 self._streams.switch(None)
         self._order.learn([one.path for one in self._all])
+        del self._backwards, self._forward, self._resumed, self._changes  # cycles: nothing waits for a collection
 
     def _learn_from(self, error: BaseException) -> None:
         """What torch refuses for a view is given to the last unit itself from now on."""
@@ -192,7 +194,7 @@ class Turns:
                 while not one.runs.dead:
                     with suppress(BaseException):  # the first one is raised
                         SHIELD.leaving(partial(_end, one))
-            one.runs = None
+            one.runs = one.came_back = None
             one.forget_graph()
 
     def _next(self) -> MicroBatch | None:
@@ -206,7 +208,7 @@ class Turns:
     # -- forwards --------------------------------------------------------------------------------------------------
 
     def _live(self, one: MicroBatch) -> None:
-        self._legs.begin(Leg(one.number, -1))
+        self._legs.begin(one.number, -1)
         try:
             loss = self._forward(one.number)
             leads = one is self._leader
@@ -273,7 +275,7 @@ class Turns:
         if not torch.is_grad_enabled():
             one.without_graph.add(visit)
         self._pass(one, self._order.place(visit, len(one.path)))
-        self._legs.begin(Leg(one.number, len(one.path)))
+        self._legs.begin(one.number, len(one.path))
         one.path.append(visit)
         give_hooks_back(one.entering)  # that unit was not the last one
         one.entering = []
@@ -304,9 +306,11 @@ class Turns:
         given = one.given.pop(visit, None)
         if given is not None and given.needs_no_view():
             self._order.taken_as_given.add(visit)
-        for value in tree_flatten(output)[0]:
+        for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-                value.register_hook(partial(self._came_back, one))
+                if one.came_back is None:
+                    one.came_back = partial(self._came_back, one)
+                self._own_hooks.put_on(value, one.came_back)
 
     # -- backwards -------------------------------------------------------------------------------------------------
 

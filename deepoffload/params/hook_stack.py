@@ -19,6 +19,7 @@ from deepoffload.copies.shown import ShownMemory
 from deepoffload.errors import UsageError
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.open_graphs import OpenGraphs
+from deepoffload.params.own_hooks import OwnHooks
 from deepoffload.params.ports import PagerPort, TurnPort
 from deepoffload.params.saved import Hooks, SavedTensorHooks, of_checkpoint
 from deepoffload.params.torch_private import (
@@ -56,6 +57,7 @@ class HookStack:
 
     Attributes:
         turns: micro-batches that take turns; None where none do.
+        own: our hooks on tensors and nodes.
         below: the pair of hooks that gets what is no weight where the program has none; None where autograd keeps it.
     """
 
@@ -68,6 +70,7 @@ class HookStack:
         self._opened_by: dict[int, list[WindowCall]] = {}
         self._shared = False
         self.turns: TurnPort | None = None
+        self.own = OwnHooks()
         self.below: Hooks | None = None
         self._hooks_alone = SavedTensorHooks(pager, None)
 

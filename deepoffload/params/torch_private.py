@@ -83,6 +83,7 @@ forward_pre_hooks_of_all: Mapping[int, Any] = need(_modules, "_global_forward_pr
 forward_hooks_of_all: Mapping[int, Any] = need(_modules, "_global_forward_hooks")
 TorchDispatchMode: Any = need(_python_dispatch, "TorchDispatchMode")
 tree_flatten, tree_map, tree_map_only = _pytree.tree_flatten, _pytree.tree_map, _pytree.tree_map_only
+tree_leaves: Callable[[Any], list[Any]] = need(_pytree, "tree_leaves")  # tree_flatten leaves a cycle of references
 
 _say_why: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 """Has a ``c10::StorageImpl`` refuse every access, with a message. Builds for CUDA have it."""

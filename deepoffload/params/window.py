@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from deepoffload.params.code_scan import hooks_of, may_bypass_hooks, may_cast
 from deepoffload.params.graph_modes import refuse_capture, refuse_graph_mode_outside, refuse_graph_modes
@@ -163,7 +162,7 @@ class Window:
 
     def _read(self, module: nn.Module) -> None:
         """Find out whether the doors must stay, unless no hook was put on anything since the last time."""
-        self._hooks_before = RemovableHandle.next_id
+        self._hooks_before = self.pager.hooks.own.others()
         hooks = hooks_of(module)
         if hooks != self._hooks:
             self._hooks = hooks
@@ -202,8 +201,8 @@ class Window:
             opened.append(entry)
             if self._waiting or self._has_changed():
                 self._scan(module)
-                self._hooks_before, self._hooks = 0, ()
-            if self._hooks_before != RemovableHandle.next_id:
+                self._hooks_before, self._hooks = -1, ()
+            if self._hooks_before != pager.hooks.own.others():
                 self._read(module)
             if pager.casts.held_by is not None and pager.casts.held_by != id(self):
                 pager.casts.drop()

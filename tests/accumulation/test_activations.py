@@ -122,6 +122,21 @@ def test_auto_measures_one_micro_batch_and_then_keeps_what_memory_holds(paging: 
         runs_of(model, activations="some")
 
 
+def test_each_kind_of_call_is_counted_once(paging: Paging) -> None:
+    """What is known is added up, and longer micro-batches, or more weights that are trained, are counted."""
+    model = paging.build(lambda: llama(num_hidden_layers=2), TIGHT)
+    room = pager_of(model).order.activations
+    found = []
+    for length, frozen in ((8, False), (8, False), (16, False), (8, True), (8, False)):
+        model.model.layers[0].requires_grad_(not frozen)
+        room.micro_batch_bytes = None
+        tokens = [batch(seed)[:, :length] for seed in range(COUNT)]
+        deepoffload.accumulate(model, tokens, lambda model, x: model(x, labels=x).loss, order=VERTICAL)
+        found.append(room.micro_batch_bytes)
+    short, again, long, part, last = found
+    assert short == again == last and long > 1.5 * short and part < short
+
+
 def edit(argument: Tensor) -> None:
     with torch.no_grad():
         argument.zero_()

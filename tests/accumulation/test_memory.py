@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from tests.accumulation.loops import VERTICAL
+from tests.support.inspect import pager_of
 from tests.support.memory_watch import give_back, resident_bytes
 from tests.support.models import batch
 from tests.support.paging import TIGHT, Paging
@@ -50,3 +52,20 @@ def test_a_parked_micro_batch_keeps_no_memory_that_it_has_freed(paging: Paging) 
     deepoffload.accumulate(model, [batch(micro) for micro in range(COUNT)], order=VERTICAL, activations="recompute")
     assert len(model.small) == COUNT * PIECES, "the large tensors of each micro-batch were there"
     assert model.peak_bytes - start_bytes < COUNT * PIECES * PIECE_BYTES / 2
+
+
+def test_a_call_leaves_nothing_to_the_garbage_collector(paging: Paging) -> None:
+    """It would have to be called in each step, and goes through all objects of the program now and then. Nor do the
+    hooks of a call make windows look at modules again."""
+    model: Any = paging.build(Working, TIGHT)
+    found = []
+    try:
+        for _ in range(3):
+            gc.collect()
+            gc.disable()
+            hooks = pager_of(model).hooks.own.others()
+            deepoffload.accumulate(model, [batch(micro) for micro in range(3)], order=VERTICAL, activations="auto")
+            found.append((gc.collect(), pager_of(model).hooks.own.others() - hooks))
+    finally:
+        gc.enable()
+    assert found[1:] == [(0, 0), (0, 0)]
