@@ -84,7 +84,7 @@ def quick_collections() -> None:
 
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Programs]:
-    """Runs programs in processes of their own."""
+    """Runs programs in separate processes."""
     made = Programs()
     yield made
     made.close()

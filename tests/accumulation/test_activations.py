@@ -222,7 +222,7 @@ class Layer(nn.Module):
 
     def __init__(self, place: nn.Module) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 32) / 8)  # of its own, which makes it a unit
+        self.weight = nn.Parameter(torch.randn(32, 32) / 8)  # the child's, which makes it a unit
         self.places = (place,)  # the root's, and no part of this module
         self.calls = 0
         self.before = torch.zeros(())

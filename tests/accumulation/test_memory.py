@@ -55,8 +55,8 @@ def test_a_parked_micro_batch_keeps_no_memory_that_it_has_freed(paging: Paging) 
 
 
 def test_a_call_leaves_nothing_to_the_garbage_collector(paging: Paging) -> None:
-    """It would have to be called in each step, and goes through all objects of the program now and then. Nor do the
-    hooks of a call make windows look at modules again."""
+    """It would have to be called in each step, and goes through all objects of the program now and then. The
+    hooks of a call do not make windows look at modules again."""
     model: Any = paging.build(Working, TIGHT)
     found = []
     try:

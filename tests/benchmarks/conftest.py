@@ -13,7 +13,7 @@ from deepoffload.cli.nvme.job import Effort
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Calls the ``main`` of a benchmark with words of a command line; the cases have processes of their own."""
+    """Calls the ``main`` of a benchmark with words of a command line; the cases have separate processes."""
     monkeypatch.setattr(disk, "EFFORT", Effort(0.0, 0.05))
     handler = signal.getsignal(signal.SIGTERM)
 

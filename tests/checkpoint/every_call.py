@@ -3,7 +3,7 @@
     python -m tests.checkpoint.every_call DIRECTORY OPERATION,... STRIDE ERRNO...
 
 Of the calls that an operation makes, each ``STRIDE``-th fails, once with each errno (0: a write that is short). Run by
-``tests.support.failing_calls``. Whatever fails: a clear error or none, and all that was there before is as it was.
+``tests.support.failing_calls``. Where one fails: a clear error or none, and all that was there before is as it was.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_a_damaged_extent_is_named(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1200)
 def test_random_bits_of_extents(make: Make, tmp_path: Path) -> None:
-    """Each is recognised, in whatever tensor it is; bits that belong to no durable step are not."""
+    """Each is recognised, in any tensor; bits that belong to no durable step are not."""
     trained(make)
     swap = tmp_path / "swap"
     dice = random.Random(3)

@@ -139,7 +139,7 @@ def test_a_save_from_inside_a_save_is_told_so(tmp_path: Path) -> None:
 
 
 def test_decoupled_saves_return_at_once(nvme_path: Path, tmp_path: Path) -> None:
-    """They hold the step of the call, whatever comes after it."""
+    """They hold the step of the call, with all that comes after it."""
     first, second = engine_of(nvme_path, **DECOUPLED), engine_of(nvme_path, seed=1)
     train(first, 0, 2)
     expected = snapshot(first.module, first.optimizer)

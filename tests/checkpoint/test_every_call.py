@@ -1,4 +1,4 @@
-"""Whatever system call of a save, load, commit or resume fails: a clear error, and what was there is as it was."""
+"""Any system call of a save, load, commit or resume fails: a clear error, and what was there is as it was."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_disks_that_are_slow_or_stop_short(rules: str, paging: Paging, tmp_path:
     ("rule", "message"), [("errno=5", "EIO"), ("short=0", "ENODATA"), ("flip=77", "damaged between offset")]
 )
 def test_a_read_that_fails(rule: str, message: str, paging: Paging, tmp_path: Path) -> None:
-    """Whichever it is: the first ones leave everything as it is, the others a model that refuses to be used."""
+    """The first ones leave everything as it is, the others a model that refuses to be used."""
     model, optimizer, state = trained(paging, larger)
     path = state.save(tmp_path)
     saved = snapshot(model, optimizer)

@@ -85,7 +85,7 @@ engine.close()
 
 
 def check(programs: Programs, program: str, *arguments: object) -> None:
-    """What the program takes besides training is a window."""
+    """What the program takes in addition to training is a window."""
     budget = 16 * MIB
     done = programs.run(PRELUDE + program, str(budget), *map(str, arguments), timeout_s=250)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(disk: Path) -> Iterator[Callable[..., tuple[Job, list[BenchFile]]]]:
-    """A job on files of its own, filled; everything is closed at the end."""
+    """A job on its own files, filled; everything is closed at the end."""
     undo: list[Callable[[], None]] = []
 
     def make(setting: Setting, *, extra_bytes: int = 0) -> tuple[Job, list[BenchFile]]:

@@ -1,4 +1,4 @@
-"""What ranks do with ``safe_get_*`` and ``safe_set_*``, in processes of their own."""
+"""What ranks do with ``safe_get_*`` and ``safe_set_*``, in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do with ``GatheredParameters``, in processes of their own."""
+"""What ranks do with ``GatheredParameters``, in separate processes."""
 
 from __future__ import annotations
 

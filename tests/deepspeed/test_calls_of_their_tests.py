@@ -81,7 +81,7 @@ def test_where_a_configuration_comes_from(way, tmp_path):
 
 
 class ConvX(nn.Conv1d):
-    """A subclass of a layer, with a parameter of its own."""
+    """A subclass of a layer, with a parameter that the layer has not."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -192,7 +192,7 @@ def test_a_second_engine_loads_what_the_first_has_saved(name, tmp_path):
     dtype = torch.bfloat16 if "bf16" in keys else torch.float32
     if keys["zero_optimization"]["stage"] == 3:
         models = []
-        for _ in range(2):  # each in an engine of its own: one engine's models are saved together
+        for _ in range(2):  # each in a separate engine: one engine's models are saved together
             with deepspeed.zero.Init(config_dict_or_path=config):
                 models.append(SimpleModel())
     else:

@@ -104,7 +104,7 @@ def test_a_durable_run_has_one_model(nvme_path):
 
 
 def test_saved_in_the_middle_of_an_update(nvme_path, tmp_path, caplog):
-    """As with DeepSpeed the gradients so far are not saved; the run itself goes on with them."""
+    """As with DeepSpeed the gradients so far are not saved; the run itself keeps them."""
     config = config_of(nvme_path, gradient_accumulation_steps=2)
     losses = {}
     for name in ("undisturbed", "saving"):

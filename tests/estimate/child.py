@@ -1,6 +1,6 @@
 """Trains small decoders under budgets and says what they took: ``SWAP_DIRECTORY JSON-LIST``; prints JSON lines.
 
-Each is trained in a process of its own, forked before torch has started a thread. Memory is RssAnon + RssShmem of
+Each is trained in a separate process, forked before torch has started a thread. Memory is RssAnon + RssShmem of
 ``/proc/self/status``, looked at every two milliseconds; bytes.
 """
 

@@ -1,6 +1,6 @@
 """Predictions against what really happens: peak memory within a tenth, bytes on NVMe exactly.
 
-Every run trains a decoder for two steps in a process of its own, over precisions, budgets, checkpointing,
+Every run trains a decoder for two steps in a separate process, over precisions, budgets, checkpointing,
 accumulation, overlap of the update and tiers. ``ESTIMATES=all`` trains more of them.
 """
 

@@ -77,7 +77,7 @@ def contents_of(model: nn.Module) -> list[object]:
 
 
 def differences(subject: Subject, *, split: bool) -> list[str]:
-    """What the two runs do not agree in. ``split``: in the least budget, which cuts layers into units of their own."""
+    """What the two runs do not agree in. ``split``: in the least budget, which cuts layers into their own units."""
     capacity, planner = UNBOUNDED_BYTES, Planner(subject.module, BF16)
     if split:
         capacity = planner.smallest_capacity(nvme_bytes=UNBOUNDED_BYTES, bandwidths=RATES)
@@ -184,7 +184,7 @@ def test_layers_that_take_turns(sorts: str, few: int, fewest: int) -> None:
 
 class Sharing(nn.Module):
     """Layers that share parameters: those with the same capital letter have one block, and small ones have none.
-    ``own``: layers that share have something of their own, too. All of them see the first layer's input again."""
+    ``own``: layers that share have something else, too. All of them see the first layer's input again."""
 
     def __init__(self, sorts: str, own: bool) -> None:
         super().__init__()

@@ -242,7 +242,7 @@ def test_less_memory_leads_to_settings_that_need_less() -> None:
 
 
 def test_a_tiny_model_really_runs(tmp_path: Path) -> None:
-    """In a process of its own, with paging: some of the model is on disk."""
+    """In a separate process, with paging: some of the model is on disk."""
     said = AutotuningConfig(start_profile_step=2, end_profile_step=3)
     machine = replace(MACHINE, process_bytes=200 << 20)
     base = {"precision": "bf16", "nvme_path": str(tmp_path), "host_budget": "600KiB"}

@@ -1,4 +1,4 @@
-"""The main job, as a user starts it: in a process of its own, on real text, on a real disk."""
+"""The main job, as a user starts it: in a separate process, on real text, on a real disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a device with memory of its own: on CUDA where there is one, and on the simulated GPU everywhere.
+"""Tests of a device with separate memory: on CUDA where there is one, and on the simulated GPU everywhere.
 
 Each device has a process that does nothing else.
 """

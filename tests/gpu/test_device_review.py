@@ -86,7 +86,7 @@ def test_copies_take_memory_that_is_locked_in_part_or_chunk_by_chunk(
 def test_a_refusal_to_lock_memory_is_tried_again_with_less(
     simulated_gpu: str, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    """A driver that refuses for a while costs smaller parts, and one that always does is not asked for ever."""
+    """A driver that refuses for a while costs smaller parts, and one that always does is not asked without end."""
     calls: list[int] = []
 
     def register(self: Accelerator, address: int, nbytes: int) -> str | None:

@@ -56,7 +56,7 @@ def peak_of(gpu: Gpu, model: nn.Module, optimizer: Any) -> int:
 
 
 def test_no_more_than_the_budget_and_activations(gpu: Gpu) -> None:
-    """Plain PyTorch beside weights and gradients needs activations, and one layer's gradients before they have left."""
+    """Plain PyTorch needs, in addition to weights and gradients, activations, and one layer's gradients before they have left."""
     plain = gpu.plain(deep)
     for param in plain.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -77,7 +77,7 @@ def test_no_more_than_the_budget_and_activations(gpu: Gpu) -> None:
 
 def test_the_peak_is_the_estimate(simulated_gpu: str, nvme_path: Path) -> None:
     """Within a tenth, also where the budget holds a part of the weights, and where it holds state, too. (Before, the
-    estimate was of two units, whatever the budget was.)"""
+    estimate was of two units with every budget.)"""
     module = torch.get_device_module(simulated_gpu)
     batch, seq, width = 2, 128, 256
     tokens, targets = tokens_of(0, batch, seq)
@@ -262,7 +262,7 @@ def test_streams_of_the_program(gpu: Gpu) -> None:
 
 
 class Branches(nn.Module):
-    """Two, each on a stream of its own, which take turns in backward."""
+    """Two, each on a separate stream, which take turns in backward."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()

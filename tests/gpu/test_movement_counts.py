@@ -178,7 +178,7 @@ class FullDevice:
 
 
 def test_small_gradients_leave_a_full_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a copy of its own. (Before, the model was lost, to programs that go on after such an error, too.)"""
+    """Each in a separate copy. (Before, the model was lost, to programs that go on after such an error, too.)"""
     monkeypatch.setattr(ring, "torch", FullDevice())
     copies, _, units = gradient_copies(gpu, monkeypatch, 32)
     assert copies == units, "they are still one pack"

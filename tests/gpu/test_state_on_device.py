@@ -109,7 +109,7 @@ def test_as_on_the_host(device: str, tmp_path: Path, precision: str, budget: int
                 optimizer.load_state_dict(optimizer.state_dict())
             if step == 2:
                 with torch.no_grad():
-                    model[-1].bias.add_(0.5)  # an edit is the master from now on, wherever that is
+                    model[-1].bias.add_(0.5)  # an edit is the master from now on, on each tier
             if step == 3:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -127,7 +127,7 @@ def test_as_on_the_host(device: str, tmp_path: Path, precision: str, budget: int
 
 
 def test_gradients_stay_where_their_state_is(device: str, tmp_path: Path) -> None:
-    """Nothing passes the bus, clipping included, and no memory is taken beside the budget. (Before, each gradient went
+    """Nothing passes the bus, clipping included, and no memory is taken over the budget. (Before, each gradient went
     to the host and back, 2 x 2 bytes per parameter, and an update took 60 bytes for each of its elements.)"""
     model, engine = paged(device, tmp_path, precision="bf16", device_budget=1 << 21, offload_optimizer="device")
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1e-3)

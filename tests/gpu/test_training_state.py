@@ -1,4 +1,4 @@
-"""Training states of a device with memory of its own, saved and loaded into the host, and back."""
+"""Training states of a device with separate memory, saved and loaded into the host, and back."""
 
 from __future__ import annotations
 

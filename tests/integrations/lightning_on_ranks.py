@@ -1,4 +1,4 @@
-"""What ranks do with Lightning's ``Trainer`` and ``Fabric``, in processes of their own."""
+"""What ranks do with Lightning's ``Trainer`` and ``Fabric``, in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do with transformers' ``Trainer`` and with accelerate, in processes of their own."""
+"""What ranks do with transformers' ``Trainer`` and with accelerate, in separate processes."""
 
 from __future__ import annotations
 

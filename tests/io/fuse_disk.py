@@ -1,4 +1,4 @@
-"""A file system of one directory in a process of its own, whose transfers fail as asked: errors that no disk here has.
+"""A file system of one directory in a separate process, whose transfers fail as asked: errors that no disk here has.
 
     python fuse_disk.py DIRECTORY ERRNO LIMIT_BYTES
 

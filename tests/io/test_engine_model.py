@@ -83,7 +83,7 @@ def test_one_after_the_other(backend, direct, faults, steps):
     page_aligned=st.booleans(),
 )
 def test_many_at_once(backend, faults, sizes, rounds, depth, page_aligned):
-    """Writes to separate places in flight together, then reads of every second one beside rewrites of the others."""
+    """Writes to separate places in flight together, then reads of every second one next to rewrites of the others."""
     total = sum(-(-size // 4096) * 4096 for size in sizes) if page_aligned else sum(sizes)
     with (
         IoEngine(backend=backend, queue_depth=depth, block_bytes=BLOCK_BYTES, fault_script=HARMLESS[faults]) as engine,

@@ -1,4 +1,4 @@
-"""What transfers leave in the page cache: of a direct file nothing, whatever the alignment (mincore(2))."""
+"""What transfers leave in the page cache: of a direct file nothing, with every alignment (mincore(2))."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Faults that the kernel makes itself: limits, full and shrunken files, forks, signals.
 
-Those that could end the process run in one of their own.
+Those that could end the process run in a separate one.
 """
 
 from __future__ import annotations

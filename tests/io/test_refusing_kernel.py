@@ -1,4 +1,4 @@
-"""System calls that fail from some moment on, for ever: a seccomp filter in a process of its own (seccomp(2))."""
+"""System calls that fail from some moment on, always: a seccomp filter in a separate process (seccomp(2))."""
 
 from __future__ import annotations
 

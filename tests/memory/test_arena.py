@@ -128,7 +128,7 @@ def test_pages_of_several_holes_make_one_range(arena: Arena) -> None:
 
 
 def test_lent_pages_take_no_more_memory_than_the_budget() -> None:
-    """In a process of its own: here other tests' memory comes and goes."""
+    """In a separate process: here other tests' memory comes and goes."""
     program = "from tests.memory.test_arena import lend_and_measure; lend_and_measure()"
     root = Path(__file__).parents[2]
     done = subprocess.run(

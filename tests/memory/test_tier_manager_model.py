@@ -2,7 +2,7 @@
 transfers.
 
 The dictionary says what every block must contain. A call may fail (no room, or a transfer that the engine was told to
-break); then nothing may have changed, whatever the manager did before it failed.
+break); then nothing may have changed, also where the manager did something before it failed.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ def trainer(subject: Subject, *, own_optimizer: bool, accumulate: int) -> Any:
 
 
 def kept_after_forward(subject: Subject, use_reentrant: bool | None = None) -> Any:
-    """Bytes that a forward with a graph has left allocated beside the weights, and whatever of these it holds."""
+    """Bytes that a forward with a graph has left allocated next to the weights, and all that it holds of these."""
     subject.model.train()
     torch.manual_seed(11)
     gc.collect()  # not while we count

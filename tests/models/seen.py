@@ -33,7 +33,7 @@ def wrong(expected: Any, seen: Seen, wanted: Close | Refused | None) -> str:
     """Empty when the outcome is the wanted one."""
     if isinstance(wanted, Refused) and (wanted.always or seen.error is not None):
         if seen.error is None:
-            return "was to be refused"
+            return "should be refused"
         fits = isinstance(seen.error, wanted.error) and wanted.message in str(seen.error)
         return "" if fits else f"another refusal: {seen.error!r}"
     if seen.error is not None:

@@ -1,4 +1,4 @@
-"""The same numbers as plain PyTorch, whatever the placement: initial values, losses and gradients bit for bit, updates
+"""The same numbers as plain PyTorch, in every placement: initial values, losses and gradients bit for bit, updates
 within a bound of ``torch.optim.AdamW``, and all our own ways of running the same among themselves."""
 
 from __future__ import annotations

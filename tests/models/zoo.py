@@ -1,5 +1,5 @@
 """The models of the matrix: ten families of transformers with small random configurations, and torch's own layers that
-handle their weights in a way of their own."""
+handle their weights in their own way."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Stack(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer whose weights torch keeps in a flat list beside the parameters."""
+    """A recurrent layer whose weights torch keeps in a flat list next to the parameters."""
 
     def __init__(self, kind: type[nn.Module], **options: Any) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def test_torchs_own_openmp_team_is_used() -> None:
 
 
 def test_no_threads_beyond_torchs() -> None:
-    """After torch has its team, our passes start no thread of their own."""
+    """After torch has its team, our passes start no further thread."""
     if torch.get_num_threads() < 2:
         pytest.skip("one CPU: no team")
     torch.ones(4_000_000).add_(1)

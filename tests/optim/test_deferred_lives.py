@@ -364,7 +364,7 @@ def test_parametrization_after_the_step(pair: Pair) -> None:
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank term beside it."""
+    """A linear layer with a low-rank term next to it."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

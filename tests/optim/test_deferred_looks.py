@@ -536,7 +536,7 @@ HOLDS_MUCH = (
     "foreach_norms",
     "averaged_model",
 )
-"""What refers to much of the model at once, so that the budget needs room for that beside the update."""
+"""What refers to much of the model at once, so that the budget needs room for that next to the update."""
 
 WRITES_BY_DATA = ("weights_added_to", "weights_copied_into", "weights_from_a_vector")
 """What writes weights in ways that move no version counter, which the fp32 master of a plain bf16 weight does not

@@ -82,7 +82,7 @@ def test_inside_backward(paging: Paging, precision: str) -> None:
 
 
 def test_a_parameter_larger_than_a_piece(paging: Paging) -> None:
-    """Its state lies in pieces of its own. They are stepped one after the other where elements are independent, and
+    """Its state lies in separate pieces. They are stepped one after the other where elements are independent, and
     copied together where they are not."""
 
     def build() -> nn.Module:

@@ -44,7 +44,7 @@ def test_modes_of_the_program_do_not_reach_the_state(kind: Kind, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", VARIANTS, ids=str)
 def test_complex_parameters_are_pairs_of_real_ones(kind: Kind) -> None:
-    """As with torch's optimizers: real and imaginary parts are updated as numbers of their own."""
+    """As with torch's optimizers: real and imaginary parts are updated as separate numbers."""
     pairs = parameter(9, 5, 2)
     weight = nn.Parameter(torch.view_as_complex(pairs.detach().clone()))
     optimizer, reference = kind.ours([weight], max_grad_norm=3.0), kind.ours([pairs], max_grad_norm=3.0)

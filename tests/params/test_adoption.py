@@ -1,4 +1,4 @@
-"""How parameters come under the pager: in place, whatever object they are part of, also when they come late."""
+"""How parameters come under the pager: in place, as part of any object, also when they come late."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_load_state_dict_by_assignment(same: Same) -> None:
 
 
 def test_several_parameters_in_one_storage(same: Same) -> None:
-    """``vector_to_parameters`` makes each parameter a slice of one vector; each gets memory of its own."""
+    """``vector_to_parameters`` makes each parameter a slice of one vector; each gets separate memory."""
 
     def program(model: nn.Module) -> Any:
         flat = torch.linspace(-0.3, 0.3, sum(p.numel() for p in model.parameters()))

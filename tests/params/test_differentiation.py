@@ -1,5 +1,5 @@
 """Derivatives by paged parameters that the program asks for itself: the same numbers, or the same refusal, as in plain
-PyTorch, whatever runs inside the backward."""
+PyTorch, with anything that runs inside the backward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Modules that edit their own weights in a forward that a checkpoint runs again: plain PyTorch compares no versions
-there, and goes on with the weights as they are then. Wherever it does compare, an edit is refused as there."""
+there, and continues with the weights as they are then. Where it does compare, an edit is refused as there."""
 
 from __future__ import annotations
 

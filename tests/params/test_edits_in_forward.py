@@ -1,5 +1,5 @@
 """Modules whose weights are changed while their forward runs, in the ways that move no version counter,
-train as in plain PyTorch, wherever the edit is written."""
+train as in plain PyTorch, in every way of writing the edit."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def test_parameter_without_gradient_in_a_step_stays_as_it_is(paging: Paging) -> 
 
 
 def test_zeroed_gradients_are_gradients(paging: Paging) -> None:
-    """``set_to_none=False`` leaves zeros, and weight decay and moments go on with them."""
+    """``set_to_none=False`` leaves zeros, and weight decay and moments continue."""
 
     def train(model: nn.Sequential, optimizer: Any) -> dict[str, Tensor]:
         backward(model)
@@ -279,7 +279,7 @@ def test_zeroed_gradients_are_gradients(paging: Paging) -> None:
 
 
 def test_gradients_edited_before_the_step_are_what_is_clipped(paging: Paging) -> None:
-    """The norm that landing took must not be used for gradients that were changed since, through whatever door."""
+    """The norm that landing took must not be used for gradients that were changed since, through any door."""
     model = paging.build(mlp, EVICTING)
     optimizer = deepoffload.CPUAdamW(model.parameters(), lr=0.0, max_grad_norm=1.0)
     edits: list[Any] = [

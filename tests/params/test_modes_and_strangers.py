@@ -109,7 +109,7 @@ def test_gradients_by_torch_func(same: Same, detached: bool, trained: int) -> No
 
 
 class Marked(Tensor):
-    """A foreign class with an operation of its own."""
+    """A foreign class with its own operation."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""torch's own optimizers on paged parameters, and ours beside ordinary parameters, schedulers and groups."""
+"""torch's own optimizers on paged parameters, and ours next to ordinary parameters, schedulers and groups."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_checkpoint_inside_a_unit(same: Same) -> None:
 
 
 class Scaled(nn.Module):
-    """A layer that the budget splits, with a weight of its own; ``fails`` lets it raise at its end."""
+    """A layer that the budget splits, with its own weight; ``fails`` lets it raise at its end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def no_hook(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("setting", [TIGHT, EVICTING], ids=str)
 @pytest.mark.parametrize("hooks", [lambda: saved_tensors_hooks(torch.clone, no_hook), save_on_cpu], ids=["own", "cpu"])
 def test_hooks_that_copy_have_no_copy_of_a_weight(paging: Paging, hooks: Any, setting: Setting) -> None:
-    """Plain PyTorch goes on with the clone. Ours says why it cannot, keeps the gradients that it had, and goes on."""
+    """Plain PyTorch continues with the clone. Ours says why it cannot, keeps the gradients that it had, and goes on."""
 
     def forward(model: Any) -> Tensor:
         with hooks():

@@ -1,4 +1,4 @@
-"""Windows end as they began, whatever happens in them: errors, recursion, several threads."""
+"""Windows end as they began, with all that happens in them: errors, recursion, several threads."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def same(model: Model, rank: int, micro_batch: int) -> None:
 
 
 def uneven(model: Model, rank: int, micro_batch: int) -> None:
-    """Each rank uses an expert of its own; rank 0 none, and no other rank than 1 uses the last block."""
+    """Each rank uses another expert; rank 0 none, and no other rank than 1 uses the last block."""
     x = model.batch(rank, micro_batch)
     for number, block in enumerate(model.blocks):
         if number < 2 or rank == 1:

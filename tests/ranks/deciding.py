@@ -26,7 +26,7 @@ def _jobs(here: Side, lr: float, step: int = 1):  # type: ignore[no-untyped-def]
 
 
 def decide(*lrs: float) -> tuple[bool, int]:
-    """Each rank has a learning rate of its own, and the last one an overflow."""
+    """Each rank has its own learning rate, and the last one an overflow."""
     with side("memory", WIDTH, torch.float32) as here:
         same(here.model, here.ranks.rank, 0)
         last = here.ranks.rank == here.ranks.world_size - 1

@@ -126,7 +126,7 @@ def need_more_than_there_is(transport: str) -> str:
 
 
 def read_alone(transport: str, path: str) -> dict[str, float]:
-    """Rank 0 reads everything while the others are in a barrier of their own, or compute."""
+    """Rank 0 reads everything while the others are in their own barrier, or compute."""
     own_group(f"{path}/own")
     with side(transport) as one:
         if one.rank == 0:

@@ -336,7 +336,7 @@ def forbid_reading(transport: str) -> tuple[str, bool]:
 
 
 def ask_for(*transports: str) -> str:
-    """Each rank asks for a transport of its own."""
+    """Each rank asks for another transport."""
     group = open_group(CPU, timeout_s=LONG_S)
     assert group is not None
     return open_exchange(group, transports[group.ranks.rank]).transport

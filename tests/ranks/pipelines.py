@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each of one process with a budget of its own: trained in memory and paged, and compared."""
+"""Stages of a pipeline, each of one process with its own budget: trained in memory and paged, and compared."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def raise_the_budget(budget: str, **said: Any) -> tuple[str, int | None, list[fl
 
 
 def train_for_itself() -> tuple[list[float], int]:
-    """Each rank has a model of its own, in the middle of a group."""
+    """Each rank has its own model, in the middle of a group."""
     dist.init_process_group("gloo")
     model, engine = build(seed=rank(), ranks="local")
     dist.barrier()

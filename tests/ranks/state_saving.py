@@ -69,7 +69,7 @@ def _caller(model: nn.Module) -> nn.Module:
 
 
 def _seed() -> None:
-    """Each rank has random numbers of its own."""
+    """Each rank has its own random numbers."""
     torch.manual_seed(100 + rank())
     np.random.seed(200 + rank())
     random.seed(300 + rank())
@@ -200,7 +200,7 @@ def save_while_another_steps(path: str) -> str:
 
 
 def save_between_backward_and_step(path: str) -> str:
-    """Only rank 0 has a gradient of its own; all have a part of the mean."""
+    """Only rank 0 has a gradient; all have a part of the mean."""
     with built({"host_budget": "32MiB"}) as model:
         optimizer, _, state = _parts(model, "adamw")
         train(model, optimizer, range(1))

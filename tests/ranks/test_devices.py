@@ -1,4 +1,4 @@
-"""Several ranks, each with a device of its own: the bits of one process on such a device, and no missing wait.
+"""Several ranks, each with its own device: the bits of one process on such a device, and no missing wait.
 
 The device is simulated. It holds what is copied back until something waits for it, and fails where nothing orders two
 accesses.

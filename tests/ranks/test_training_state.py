@@ -51,7 +51,7 @@ CASES = [
 
 def test_two_ranks_save_and_load_as_one(tmp_path: Path):
     def calls(number: int, ranks: int = 2, *, saves: bool) -> list[Any]:
-        """Each case in a folder of its own; ``number``: of the ranks that have saved it, or save."""
+        """Each case in a separate folder; ``number``: of the ranks that have saved it, or save."""
         return [
             (model, name, settings(precision, tmp_path, tight=tight and ranks > 1))
             + (str(tmp_path / f"{model} {name}" / str(number)), *([wait] if saves else []))

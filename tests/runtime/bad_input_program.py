@@ -1,4 +1,4 @@
-"""Trouble that needs a process of its own: ``SWAP_DIRECTORY SCENARIO``. Prints JSON about it, last."""
+"""Trouble that needs a separate process: ``SWAP_DIRECTORY SCENARIO``. Prints JSON about it, last."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def not_writable() -> None:
 
 
 def full_disk() -> None:
-    """A file system with less room than the model needs, beside the margin that is always left free."""
+    """A file system with less room than the model needs, next to the margin that is always left free."""
     directory = os.path.join(SWAP, "small")
     os.mkdir(directory)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=65m", "none", directory], capture_output=True)

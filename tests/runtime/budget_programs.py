@@ -44,7 +44,7 @@ class LayerScale(nn.Module):
 
 
 class Sliced(nn.Module):
-    """One large weight of which the forward takes slices and a transpose, and layers of its own."""
+    """One large weight of which the forward takes slices and a transpose, and its own layers."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def attempt(training: Training, ctrl_c: CtrlC) -> tuple[float | None, str]:
 
 
 def check(training: Training, where: str) -> None:
-    """What holds between steps, whatever has happened."""
+    """What holds between steps, after all that has happened."""
     assert torch._C._is_torch_function_enabled() and torch.is_grad_enabled(), f"a switch is off, after {where}"
     weights(training)
     leases = [block.name for block in tiers_of(training.engine).blocks() if block.leases]

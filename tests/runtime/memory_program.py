@@ -1,7 +1,7 @@
 """What a process takes at most while it builds, loads, trains and saves a model of 69 M parameters.
 
-``SWAP_DIRECTORY plain|paged KEYWORD=VALUE ... [then plain|paged KEYWORD=VALUE ...]``. Each of these has a process of
-its own, forked when all is imported and before torch has started a thread; it prints a line of JSON, in MiB.
+``SWAP_DIRECTORY plain|paged KEYWORD=VALUE ... [then plain|paged KEYWORD=VALUE ...]``. Each of these has a separate
+process, forked when all is imported and before torch has started a thread; it prints a line of JSON, in MiB.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_reads_that_stop_short_go_on(generation: Generation, monkeypatch: pytest
 
 @torch.no_grad()
 def test_a_checkpoint_that_was_written_to_is_not_saved_again(generation: Generation, tmp_path: Path) -> None:
-    """Nor does a state dict show other numbers."""
+    """A state dict shows no other numbers."""
     file = generation.file
     model = generation.paged(BUDGET_BYTES)
     with open(file, "r+b") as opened:

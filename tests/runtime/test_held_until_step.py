@@ -1,5 +1,5 @@
 """Weights that autograd keeps where no door sees it (``disable_saved_tensors_hooks``) stay until the step that ends
-their use, whatever other optimizers do meanwhile."""
+their use, with all that other optimizers do meanwhile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def held_forward(model: nn.Module, seed: int) -> Tensor:
 
 
 class Trained:
-    """A model with two parts; each is trained by an optimizer of its own, ``where`` the second one."""
+    """A model with two parts; each is trained by its own optimizer, ``where`` the second one."""
 
     def __init__(self, model: Two, where: Where, frozen: bool) -> None:
         self.model, self.where = model, where

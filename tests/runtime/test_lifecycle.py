@@ -1,6 +1,6 @@
-"""However a program ends, and whatever interrupts it, nothing is left behind; what goes on, goes on right.
+"""However a program ends or is interrupted, nothing is left behind; what goes on, goes on right.
 
-Every scenario of ``lifecycle_program.py`` runs in a process of its own.
+Every scenario of ``lifecycle_program.py`` runs in a separate process.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def test_close_gives_back_all_the_rest_when_a_transfer_hangs(paging: Paging, mon
 
 
 def test_paths_as_people_write_them(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative, with a slash at the end, behind a symbolic link: the directory is meant, whatever its spelling."""
+    """Relative, with a slash at the end, behind a symbolic link: in every spelling the directory is meant."""
     monkeypatch.chdir(nvme_path)
     (nvme_path / "inner").mkdir()
     (nvme_path / "link").symlink_to(nvme_path / "inner")

@@ -52,7 +52,7 @@ def check(reference: dict[str, Any], facts: dict[str, Any], phases: set[str]) ->
 
 def test_built_trained_saved_and_loaded_in_bf16(run_program: Run, folder: Path) -> None:
     """Loaded from what was saved, and from an fp32 checkpoint: transformers reads with several threads, and what they
-    have read must not pile up beside the budget."""
+    have read must not pile up over the budget."""
     paged = "paged precision=bf16 share=8 checkpoint"
     reference, facts, *loaded = said_by(
         run_program,

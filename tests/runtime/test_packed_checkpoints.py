@@ -51,7 +51,7 @@ class GptqLinear(nn.Module):
 
 class AwqLinear(nn.Module):
     """``qweight [in, out / 8]``, ``qzeros [groups, out / 8]``, ``scales [groups, out]``: buffers. The values of a word
-    are those of eight columns, in an order of their own."""
+    are those of eight columns, in their own order."""
 
     ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 

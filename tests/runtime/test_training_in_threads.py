@@ -1,4 +1,4 @@
-"""Eight threads, each with a model and an optimizer of its own, train as one after the other in plain PyTorch would."""
+"""Eight threads, each with its own model and optimizer, train as one after the other in plain PyTorch would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device with memory of its own, for tests that run the same on CUDA and on the simulated GPU."""
+"""A device with separate memory, for tests that run the same on CUDA and on the simulated GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests of the suite say nothing on a device with memory of its own, and why."""
+"""Which tests of the suite say nothing on a device with separate memory, and why."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Counts:
 class Simulation:
     """Memory of ``capacity_bytes`` in which a program's uses are played one by one.
 
-    ``static`` blocks are in memory from the beginning and for ever; ``empty`` blocks have no content yet, all others
+    ``static`` blocks are in memory from the beginning to the end; ``empty`` blocks have no content yet, all others
     lie on NVMe. ``write_behind``: dirty blocks are written as soon as they are not needed soon; otherwise when evicted.
     """
 
@@ -121,7 +121,7 @@ class Simulation:
             if victim is None:
                 event_bytes = sum(self._nbytes[block] for block in set(in_use) - self._static)
                 raise BudgetError(
-                    f"one event uses {event_bytes} bytes beside the blocks that stay in memory, which does not fit in "
+                    f"one event uses {event_bytes} bytes next to the blocks that stay in memory, which does not fit in "
                     f"a capacity of {self._capacity_bytes} bytes"
                 )
             self._evict(victim)

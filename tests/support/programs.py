@@ -1,4 +1,4 @@
-"""Programs of tests, each in a process of its own, which ``program_server.py`` forks."""
+"""Programs of tests, each in a separate process, which ``program_server.py`` forks."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str
 
 
 def own_group(file: str) -> None:
-    """Start the default group of a rank's program, for barriers of its own. ``file``: where the ranks meet."""
+    """Start the default group of a rank's program, for its own barriers. ``file``: where the ranks meet."""
     import torch.distributed as dist
 
     dist.init_process_group(

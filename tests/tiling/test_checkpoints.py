@@ -22,7 +22,7 @@ PAIRS = [("tiles", "whole"), ("whole", "tiles"), ("tiles", "other tiles"), ("til
 
 
 def gpt(limit: int | None) -> nn.Module:
-    """With a head of its own, so that it may be split."""
+    """With a separate head, so that it may be split."""
     model = TinyGPT(dropout=0.0, depth=1)
     model.head.weight = nn.Parameter(torch.randn(64, 48) * 0.1)
     if limit is not None:

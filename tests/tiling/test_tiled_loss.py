@@ -174,7 +174,7 @@ def test_a_head_that_does_more_than_its_weight_says_is_refused() -> None:
 
 
 class Language(nn.Module):
-    """A body and a head of a unit of its own, larger than all else."""
+    """A body, and a head that is a separate unit, larger than all else."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()

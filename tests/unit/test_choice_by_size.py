@@ -25,7 +25,7 @@ WIDTHS = (3, 33, 64, 200, 700)
 
 
 class Layer(nn.Module):
-    """Two linear layers and parameters of its own, in one list or none."""
+    """Two linear layers and its own parameters, in one list or none."""
 
     def __init__(self, widths: tuple[int, ...], dtype: torch.dtype, *, listed: bool, frozen: bool, own: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A ``Config`` that a program hands on says again what it was read from, whatever key says it."""
+"""A ``Config`` that a program hands on says again what it was read from, by every key that says it."""
 
 from __future__ import annotations
 

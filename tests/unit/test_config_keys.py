@@ -85,7 +85,7 @@ _TYPES = {
 
 
 def alone(path: str, value: object) -> dict[str, object]:
-    """A source that says only this, and what without it would be a mistake of its own."""
+    """A source that says only this, and what without it would be a separate mistake."""
     source = nested(path, value)
     if path.startswith("optimizer.") and path != "optimizer.type":
         source["optimizer"] |= {"type": _TYPES.get(path.rpartition(".")[2], "Adam")}  # type: ignore[operator]

@@ -199,7 +199,7 @@ def test_memory_is_filled_to_the_byte_and_not_beyond() -> None:
     blocks = [BlockSpec(unit, f"u{unit}", BlockKind.WEIGHT, nbytes, unit) for unit, nbytes in enumerate(sizes)]
     inference = Workload(training=False)
     for capacity, resident in ((104, set()), (109, {4}), (110, {3}), (114, {3}), (115, {0, 1, 2, 3, 4})):
-        assert place(blocks, capacity, workload=inference).resident == resident  # beside a window of 100
+        assert place(blocks, capacity, workload=inference).resident == resident  # next to a window of 100
 
 
 def test_frozen_units_are_never_written() -> None:

@@ -119,7 +119,7 @@ class LruMemory:
 @given(programs(equal_sizes=True), st.integers(0, 8))
 def test_fetches_no_more_than_lru(program: tuple[list[Event], dict[int, int]], spare: int) -> None:
     """On demand and with a known order Belady's choice is optimal for blocks of one size; the two memories hold
-    different blocks when the comparison begins, hence ``capacity``."""
+    different blocks when the comparison begins, so there is ``capacity``."""
     order, sizes = program
     capacity = event_bytes(order, sizes) + spare
     ours, lru = Simulation(sizes, capacity, lookahead_bytes=0), LruMemory(capacity)
@@ -190,7 +190,7 @@ def chain(units: int, pieces: int, weight: int = 25, piece: int = 20) -> list[Bl
 def test_a_placement_runs_without_faults_and_moves_no_more_than_it_says(
     units: int, pieces: int, workload: Workload, share: float, write_behind: bool
 ) -> None:
-    """From the least window with a unit ahead upwards, whatever the model, the overlap and the budget."""
+    """From the least window with a unit ahead upwards, for every model, overlap and budget."""
     blocks = chain(units, pieces)
     sizes = {block.id: block.nbytes for block in blocks}
     least = 2 * 25 + 25 + 40

@@ -1,4 +1,4 @@
-"""The trace learns a step, finds its place again whatever happens, and never reports a wrong distance."""
+"""The trace learns a step, finds its place again after all that happens, and never reports a wrong distance."""
 
 from __future__ import annotations
 

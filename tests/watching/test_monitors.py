@@ -1,4 +1,4 @@
-"""Monitors write what DeepSpeed writes under its names, and what moved beside it."""
+"""Monitors write what DeepSpeed writes under its names, and what moved next to it."""
 
 from __future__ import annotations
 

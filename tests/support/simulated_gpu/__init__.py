@@ -1,7 +1,7 @@
 """A GPU that is simulated on the CPU, as torch's device ``simgpu``.
 
 Programs for CUDA run on it with every hazard that CUDA has: device memory is out of the host's reach, autograd works in
-a thread of its own, asynchronous copies happen as late as they may, and a missing wait is found and named::
+a separate thread, asynchronous copies happen as late as they may, and a missing wait is found and named::
 
     from tests.support.simulated_gpu import install, settings
     install()
@@ -14,7 +14,7 @@ a thread of its own, asynchronous copies happen as late as they may, and a missi
 - **Operators** are the CPU's kernels over the same bytes, so results are the CPU's. They compute at once, in the thread
   that calls. Tensors of the host and of the device do not mix, as on CUDA.
 - **Copies** with ``non_blocking=True`` are queued, from ordinary host memory too, and done when something waits for
-  them: an operator of the same stream, an event, a synchronisation. Until then a host buffer that is to be written
+  them: an operator of the same stream, an event, a synchronisation. Until then a host buffer that will be written
   holds 0xFF.
 - **Waits** are checked: every operator and copy notes the address ranges it uses. What conflicts with an earlier use by
   another stream, and is in no order with it, raises and names both. So does a change of host bytes under a queued copy.
