@@ -14,7 +14,7 @@ from tests.models.zoo import FAMILIES, Family
 from tests.support.paging import EVICTING, TIGHT, Setting
 
 ONE_UNIT = Setting("one-unit", 1.0)
-"""The least budget that the model is accepted with: the largest unit at work, and nothing beside it."""
+"""The least budget that the model is accepted with: the largest unit at work, and nothing else."""
 
 SETTINGS = (ONE_UNIT, TIGHT, EVICTING)
 
@@ -82,7 +82,7 @@ def loaded(family: Family, checkpoint: str) -> Any:
 
 @dataclass(frozen=True)
 class OwnModel(Feature):
-    """A program with a model of its own.
+    """A program with its own model.
 
     Attributes:
         build: makes the model from the family and, where ``checkpoint`` names a dtype, a directory with weights.

@@ -56,7 +56,7 @@ class Death:
         way: of ``WAYS``.
         rank: which one.
         place: it is at so many places (batches, forwards and backwards of layers) before it ends.
-        later_s: signals come so much later, wherever the rank is then.
+        later_s: signals come so much later, where the rank is then.
         saves: saves of the training state are under way meanwhile, for which the program does not wait.
     """
 
@@ -85,7 +85,7 @@ class _Places:
         self._is_over = death.rank != int(os.environ["RANK"])
 
     def at(self, kind: str) -> None:
-        """The rank comes to a place of this kind; where it dies of an error of its own, these are the only ones that
+        """The rank comes to a place of this kind; where it dies of its own error, these are the only ones that
         count."""
         way = self._death.way
         self._count += 1
