@@ -56,7 +56,7 @@ def peak_of(gpu: Gpu, model: nn.Module, optimizer: Any) -> int:
 
 
 def test_no_more_than_the_budget_and_activations(gpu: Gpu) -> None:
-    """Plain PyTorch needs activations next to weights and gradients, and one layer's gradients before they have left."""
+    """Plain PyTorch needs activations next to weights and gradients, and one layer's gradients until they leave."""
     plain = gpu.plain(deep)
     for param in plain.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

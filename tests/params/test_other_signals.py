@@ -1,4 +1,4 @@
-"""A handler of another signal than Ctrl-C that raises: training continues with right numbers, or the model refuses it."""
+"""A handler of another signal than Ctrl-C that raises: training continues, right, or the model refuses it."""
 
 from __future__ import annotations
 
