@@ -200,6 +200,10 @@ def own_setting(setting: Setting, feature: OwnModel) -> Setting:
     return replace(setting, precision=feature.precision)
 
 
+LIKE_OTHERS = ("BERT", "ViT", "Whisper", "GPT-NeoX", "OPT", "nn.GRU", "nn.TransformerEncoderLayer")
+"""Families whose lives only the long form runs with little memory, next to everything evicted: their units have the
+shapes of others (GPT-2 and Llama, T5, nn.LSTM, nn.MultiheadAttention). :data:`OWN` has both settings for them, too."""
+
 ON_RANKS = (
     "GPT-2",
     "Llama",
@@ -215,8 +219,9 @@ ON_RANKS = (
 )
 """The families that two ranks train, too: all of :data:`LIFE`, with everything evicted for the first of them."""
 
-SELDOM_ON_RANKS = ("Llama", "BERT")
-"""Those that only the long form trains: ``tests.ranks`` has the first one, and the other is much like GPT-2."""
+SELDOM_ON_RANKS = ("Llama", "BERT", "Mamba", "Whisper")
+"""Those that only the long form trains: ``tests.ranks`` has the first one, and the others are much like those that are
+left: GPT-2, nn.MultiheadAttention (whose weights are read outside of their modules, too), and T5 with convolutions."""
 
 
 def cells() -> list[tuple[Family, Feature]]:

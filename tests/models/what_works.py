@@ -8,7 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from tests.models.matrix import LIFE, ON_RANKS, OWN, SELDOM_ON_RANKS, SETTINGS, Close, Feature, Refused, outcome
+from tests.models.matrix import (
+    LIFE,
+    LIKE_OTHERS,
+    ON_RANKS,
+    OWN,
+    SELDOM_ON_RANKS,
+    SETTINGS,
+    Close,
+    Feature,
+    Refused,
+    outcome,
+)
 from tests.models.more_families import MORE
 from tests.models.refusals import REFUSALS
 from tests.models.zoo import LAYERS, TRANSFORMERS, Family
@@ -20,9 +31,11 @@ Made from the tests (`tests/models`) by `python -m tests.models.what_works > doc
 Every cell below is a test. Small models with random weights are run in plain PyTorch and with deepoffload, and their
 losses, gradients, tokens, weights and buffers are compared. The first rows are run with everything evicted as soon as
 it may be, so that every weight goes to disk and back all the time; and with the least memory that the model is accepted
-with, or a little more. The rows from `from_pretrained` on have one of the first and the last of these, in turns
-(`MODELS=all` runs each cell in all ways). Memory that is taken back is filled with NaN, so that a late reader would be
-seen.
+with, or a little more. The rows from `from_pretrained` on have one of the first and the last of these, in turns.
+`MODELS=all` runs each cell in all ways. Without it, the first rows of
+{like_others},
+which are much like others, have everything evicted only. Memory that is taken back is filled with NaN, so that a late
+reader would be seen.
 
 - **=** the same numbers, bit for bit, as plain PyTorch with what the row is compared with; also after updates, with
   `CPUAdamW` on both sides (a step of `torch.optim.AdamW` differs [by rounding](optimizers.md#numerics-in-fp32)). The
@@ -112,12 +125,12 @@ _OTHERWISE = """
 def markdown() -> str:
     """The whole page."""
     notes: list[str] = []
-    parts = [_HEAD]
+    parts = [_HEAD.format(like_others=", ".join(LIKE_OTHERS))]
     for title, families in (("Models of transformers", TRANSFORMERS), ("Layers of torch", LAYERS)):
         parts.append(f"\n## {title}\n\n{_table(families, notes)}")
     names = ", ".join(family.name for family in MORE)
     parts.append(f"\n{names}: the rows from initial values to training after saving, all **=**.\n")
-    parts.append(_ON_RANKS.format(names=", ".join(ON_RANKS), seldom=" and ".join(SELDOM_ON_RANKS)))
+    parts.append(_ON_RANKS.format(names=", ".join(ON_RANKS), seldom=", ".join(SELDOM_ON_RANKS)))
     if notes:
         numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         parts.append("\n## Notes\n\n" + "\n".join(numbered) + "\n")
