@@ -31,7 +31,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 
 def test_three_ranks_train_as_three_that_update_in_the_step(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"precision": "bf16", "data_ranks": 3}
+    changes: dict[str, Any] = {"precision": "bf16", "data_ranks": 3, "steps": 3}
     jobs = [early("nvme", micro_batches=2, **changes), early("memory", uneven="layer drop", **changes)]
     check_all_with_ranks(jobs, tmp_path, world_size=3)
 

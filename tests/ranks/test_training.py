@@ -35,12 +35,12 @@ def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
 def test_families_on_two_ranks(tmp_path: Path) -> None:
     models = ("llama", "gpt2", "mixtral", "t5", "gpt-checkpointed", "gpt-reentrant")
     in_memory = [Job(model=model, config=ALL_IN_MEMORY) for model in (*models, "llama-tiles")]
-    check_all([*in_memory, Job(model="gpt-tiles", micro_batches=2, config=ALWAYS_EVICTED)], tmp_path)
+    check_all([*in_memory, Job(model="gpt-tiles", micro_batches=2, steps=2, config=ALWAYS_EVICTED)], tmp_path)
 
 
 def test_four_ranks(tmp_path: Path) -> None:
     jobs = [
-        cell("gpt", "fp32", "group", "memory", "deferred", data_ranks=4, micro_batches=3),
+        cell("gpt", "fp32", "group", "memory", "deferred", data_ranks=4, micro_batches=3, steps=2),
         cell("mixtral", "bf16", "memory", "least", "in_backward", data_ranks=4, steps=2),
         cell("t5", "fp16", "memory", "evicted", "deferred", data_ranks=4, steps=2),
     ]
