@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from deepoffload.errors import UsageError
 from deepoffload.estimate.dry_run import LossOf, NeedsValues
 from deepoffload.estimate.progress import Report, silent
-from deepoffload.estimate.recording import LiveBytes, NotRegular, Op, Recording, Shape, Visit
-from deepoffload.estimate.tracker import MALLOC_CHUNK_MAX_BYTES, LoopSeen
+from deepoffload.estimate.recording import MALLOC_CHUNK_MAX_BYTES, LiveBytes, NotRegular, Op, Recording, Shape, Visit
+from deepoffload.estimate.tracker import LoopSeen
 
 LENGTHS = (6, 7, 9, 10)
 """The lengths that are run; the last one checks. Models have sizes like 4, 8 and 16: at those, kernels that differ

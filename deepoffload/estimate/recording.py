@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+MALLOC_CHUNK_MAX_BYTES = 32 << 20
+"""Larger chunks are mapped and given back when freed (mallopt(3), ``M_MMAP_THRESHOLD``)."""
+
 
 class NotRegular(Exception):
     """Recordings, or parts of one, that should be alike or follow one rule do not."""
@@ -64,8 +67,9 @@ class DryRun:
     saved_bytes: activations alive when the forward ends (the loss among them). head_bytes: those of them that were made
     after the last unit was entered: logits and what the loss keeps. peak_bytes: most bytes alive at a time without
     weights, buffers and landed gradients; gradients count until they have landed. largest_chunk_bytes: the
-    largest tensor that ``malloc`` takes from its heap. recomputes: whether backward runs parts of the forward again
-    (activation checkpointing). calls: how to repeat each kernel.
+    largest tensor that ``malloc`` takes from its heap. heap_bytes: of all tensors that it takes from there, one after
+    the other. recomputes: whether backward runs parts of the forward again (activation checkpointing). calls: how to
+    repeat each kernel.
     """
 
     visits: tuple[Visit, ...]
@@ -73,6 +77,7 @@ class DryRun:
     head_bytes: int
     peak_bytes: int
     largest_chunk_bytes: int
+    heap_bytes: int
     recomputes: bool
     calls: Mapping[Op, tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
@@ -120,12 +125,14 @@ class Recording:
                 saved = live + span.net_bytes
             peak = max(peak, live + span.over_bytes)
             live += span.net_bytes
+        made = {op: sum(n for n in sizes if n <= MALLOC_CHUNK_MAX_BYTES) for op, sizes in self.made_bytes.items()}
         return DryRun(
             visits=tuple(visit for visit in self.visits if visit.ops or visit.units),
             saved_bytes=saved,
             head_bytes=self.head_bytes,
             peak_bytes=peak,
             largest_chunk_bytes=self.largest_chunk_bytes,
+            heap_bytes=sum(made[op] * count for visit in self.visits for op, count in visit.ops.items()),
             recomputes=self.recomputes,
             calls=self.calls,
         )

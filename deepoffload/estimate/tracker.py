@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deepoffload.estimate.kernels import Kernels
-from deepoffload.estimate.recording import LiveBytes, Op, Shape, Visit
+from deepoffload.estimate.recording import MALLOC_CHUNK_MAX_BYTES, LiveBytes, Op, Shape, Visit
 from deepoffload.params.torch_private import DirectDispatchMode, fake_device, in_backward, tree_map
 from deepoffload.runtime.compute_types import ComputeTypes
-
-MALLOC_CHUNK_MAX_BYTES = 32 << 20
-"""Larger chunks are mapped and given back when freed (mallopt(3), ``M_MMAP_THRESHOLD``)."""
 
 CALLS_APART = 4
 """The first calls of a kernel in a visit are told apart; this one and all behind it are one."""
