@@ -192,6 +192,7 @@ class RankLink:
             outside=SHIELD.outside,
             let_go=lock.let_go,
             timeline=timeline,
+            elsewhere=group.elsewhere(),
         )
         store = LimitedStore(own_client(group.store("notices")))
         self.notices = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)

@@ -1,9 +1,10 @@
 """Waits outside of rounds, at a save for example, that can never end: others wait for this rank at something else.
 
 A rank that waits there needs nothing of rounds. After a while the thread that sleeps in it says AWAY in them. So it
-hears where the others are that have not come: at a step, an edit, their end, or away at something else. Who waits there
-for this rank does not come before this rank does, so all of them would wait until their limit. Who computes, or is in a
-barrier of the program's, says nothing of this kind, and is waited for.
+hears where the others are that have not come: at a step, an edit, their end, at gradients that this rank has not
+announced, or away at something else. Who waits there for this rank does not come before this rank does, so all of them
+would wait until their limit. Who computes, or is in a barrier of the program's, says nothing of this kind, and is
+waited for.
 
 What a rank has said may be old: Ctrl-C ends a wait, and the program saves then. So only those count that say
 it in two rounds.
@@ -13,17 +14,15 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from deepoffload.errors import RankError
+from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.round_runner import RoundRunner
 from deepoffload.ranks.rounds import NOTHING, Want, WantKind
 from deepoffload.ranks.words import ranks_in_words
-
-STAYS = frozenset({WantKind.STEP, WantKind.JOIN, WantKind.CLOSE, WantKind.EDIT})
-"""Where a program waits for all others."""
 
 
 class Away:
@@ -33,6 +32,7 @@ class Away:
         lock: of the runner.
         nudge: lets the thread of a rank take a round of this number.
         end_all: makes the error that all ranks raise, of what has happened.
+        elsewhere: knows of ranks that are in calls of other models.
 
     Attributes:
         want: what the thread says for the program when others need this rank.
@@ -46,11 +46,13 @@ class Away:
         lock: AbstractContextManager[Any],
         nudge: Callable[[int, int], object],
         end_all: Callable[[str], RankError],
+        elsewhere: WaitsAcrossModels | None = None,
     ) -> None:
         self.want = NOTHING
         self.what = ""
         self._rank, self._runner, self._lock = rank, runner, lock
-        self._nudge, self._end_all = nudge, end_all
+        self._others = [other for other in range(runner.rounds.world_size) if other != rank]
+        self._nudge, self._end_all, self._elsewhere = nudge, end_all, elsewhere
         self._trains_in: int | None = None
         self._stays: dict[int, tuple[Want, int]] = {}
 
@@ -72,6 +74,7 @@ class Away:
         try:
             yield
         finally:
+            self.wait_is_over()
             self.want, self.what = NOTHING, ""
 
     def is_of_program(self) -> bool:
@@ -92,7 +95,7 @@ class Away:
         """
         with self._lock:
             number, wants = self._runner.rounds.counts.rounds, self._runner.unmet
-            stay = {rank: want for rank, want in enumerate(wants) if rank != self._rank and self._waits_for_us(want)}
+            stay = {rank: want for rank, want in enumerate(wants) if rank != self._rank and self._needs_us(rank, want)}
             known, self._stays = self._stays, {rank: (want, number) for rank, want in stay.items()}
         for rank, (want, first) in known.items():
             if stay.get(rank) == want:
@@ -102,11 +105,50 @@ class Away:
         if never:
             raise self._end_all(self._cause(never))
         self._nudge(self._rank, number)
+        here = dict(enumerate(wants)) if self._rank < len(wants) and wants[self._rank] == self.want else {}
+        self._look_elsewhere(f"at {self.what}", number, {rank: here[rank] for rank in missing() if rank in here})
 
-    def _waits_for_us(self, want: Want) -> bool:
+    # -- calls of other models -------------------------------------------------------------------------------------
+
+    def elsewhere(self) -> Want:
+        """What the thread says for a program that waits in a call of another model; nothing where it does not."""
+        return NOTHING if self._elsewhere is None else self._elsewhere.want()
+
+    def look_from_rounds(self, at: Callable[[Want], str]) -> None:
+        """As :meth:`look_around`, of a wait in rounds, for ranks that are in calls of other models. ``at``: says where
+        a want is."""
+        with self._lock:
+            rounds, said, wants = self._runner.rounds, self._runner.said, self._runner.unmet
+            if not said.stays:
+                return
+            number, here = rounds.counts.rounds, len(wants) > 0 and wants[self._rank] == said
+            needed = {o: wants[o] for o in self._others if here and rounds.needs(self._rank, said, o)}
+        self._look_elsewhere(at(said), number, needed)
+
+    def wait_is_over(self) -> None:
+        """To be called before a program that has waited goes on."""
+        if self._elsewhere is not None:
+            self._elsewhere.wait_is_over()
+
+    def close(self) -> None:
+        """This model has no rounds any more."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()
+
+    def _look_elsewhere(self, what: str, number: int, needed: Mapping[int, Want]) -> None:
+        if self._elsewhere is None:
+            return
+        cause = self._elsewhere.look_around(what, number, needed)
+        if cause is not None:
+            raise self._end_all(cause)
+        if self._elsewhere.watches:
+            for rank in self._others:
+                self._nudge(rank, number)
+
+    def _needs_us(self, rank: int, want: Want) -> bool:
         if want.kind is WantKind.AWAY:
             return want.content != self.want.content and want.unit in (0, 1 + self._rank)
-        return want.kind in STAYS
+        return want.stays and self._runner.rounds.needs(rank, want, self._rank)
 
     def _cause(self, others: Sequence[int]) -> str:
         who = ranks_in_words(others)

@@ -20,6 +20,9 @@ import torch.distributed as dist
 
 from deepoffload.errors import ConfigError, RankError, UnsupportedError, UsageError
 from deepoffload.ranks.collectives import first_line
+from deepoffload.ranks.elsewhere import ANSWERS_WITHIN_S, WaitsAcrossModels
+from deepoffload.ranks.limited_store import LimitedStore
+from deepoffload.ranks.links import own_client
 from deepoffload.ranks.places import Launch, RankMap, read_launch, tell_hosts_apart, this_place
 
 DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -91,6 +94,12 @@ class RankGroup:
     def store(self, purpose: str) -> dist.Store:
         """What all ranks can read and write: keys that only ``purpose`` uses."""
         return dist.PrefixStore(purpose, self._control.get_group_store())
+
+    def elsewhere(self) -> WaitsAcrossModels:
+        """Of all models of these ranks together."""
+        world: Any = dist.group.WORLD
+        store = dist.PrefixStore(f"deepoffload models of {self._members}", world.get_group_store())
+        return WaitsAcrossModels(LimitedStore(own_client(store), ANSWERS_WITHIN_S), self.ranks.rank)
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """What every rank gives, in rank order. For a few objects at the start: they are pickled.

@@ -14,7 +14,7 @@ from deepoffload.ranks.collectives import LinkError, wait_within
 from deepoffload.ranks.links import RoundLink
 from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.rounds import ANSWERS, NOTHING, PAYLOADS, RESTS, Payload, Rounds, Want, WantKind
-from deepoffload.ranks.wait_times import WaitTimes
+from deepoffload.ranks.wait_times import RoundStats, WaitTimes
 
 AHEAD = 2
 """So many payloads may be in flight when the next one is agreed on."""
@@ -123,6 +123,17 @@ class RoundRunner:
             return False
         self.rounds.enter()
         return True
+
+    def take_met(self) -> WantKind:
+        """What all ranks have met at. Once for each."""
+        met, self.met = self.met, None
+        assert met is not None
+        return met
+
+    def stats(self, nudges: int) -> RoundStats:
+        """What rounds have cost this rank so far, with so many messages that it has sent."""
+        counts, times = self.rounds.counts, self.times
+        return RoundStats(counts.rounds, counts.mixed, nudges, counts.answers, times.waited_s, tuple(times.for_rank_s))
 
     @property
     def oldest_flight(self) -> PayloadFlight | None:

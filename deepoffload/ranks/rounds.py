@@ -43,6 +43,8 @@ class WantKind(enum.IntEnum):
     tensor and, afterwards, of the same values."""
     AWAY = 10
     """The program waits for others outside of rounds, at a save for example; said by the thread."""
+    ELSEWHERE = 11
+    """All of the program waits in a call of another model; said by the thread."""
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
@@ -57,7 +59,9 @@ RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE, WantKind.EDIT}
 """What a rank says again in every round until it is over: it waits, and serves the others meanwhile."""
 NAMED = OF_UNITS | {WantKind.EDIT}
 """What says which unit it is about."""
-ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY})
+STAYS = RESTS - {WantKind.WAIT}
+"""Where a program waits for all others."""
+ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY, WantKind.ELSEWHERE})
 """What the thread says for a program that is not in a call of ours, or waits outside of rounds."""
 
 
@@ -65,14 +69,20 @@ class Want(NamedTuple):
     """What a rank needs next.
 
     Attributes:
-        unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; 0 for other kinds.
-        content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY, a number that stands
-            for what it waits at; 0 for other kinds.
+        unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it waits for a
+            while only, else 1 + the number of the reduction; 0 for other kinds.
+        content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number
+            that stands for what it waits at; 0 for other kinds.
     """
 
     kind: WantKind
     unit: int = 0
     content: int = 0
+
+    @property
+    def stays(self) -> bool:
+        """Whether the program goes on only when others have come, or announced their parts."""
+        return self.kind in STAYS or (self.kind is WantKind.WAIT and self.unit > 0)
 
 
 class Payload(NamedTuple):
@@ -243,6 +253,13 @@ class Rounds:
             return True
         return want.kind in PARTS and self._held.of(want.unit, self.rank) > 0
 
+    def needs(self, rank: int, want: Want, other: int) -> bool:
+        """Whether ``rank``, which stays at ``want``, does not go on before the program of ``other`` says something."""
+        if want.kind is WantKind.WAIT:
+            unit = want.unit - 1
+            return self._held.of(unit, rank) > 0 and self._held.of(unit, other) == 0
+        return want.kind in STAYS
+
     def take(self, wants: Sequence[Want]) -> RoundOutcome:
         """The round under way is over; ``wants`` has what each rank said, in rank order."""
         assert self.asked is not None and wants[self.rank] == self.asked, (self.asked, wants)
@@ -257,7 +274,7 @@ class Rounds:
         payloads = tuple(self._launched(wants))
         met = self._meet(kinds, len(set(wants)))
         self.meetings += met is not None
-        if WantKind.EDIT in kinds and met is None and not payloads and kinds <= RESTS - {WantKind.WAIT}:
+        if WantKind.EDIT in kinds and met is None and not payloads and all(want.stays for want in wants):
             return RoundOutcome(apart=True)
         return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))
 

@@ -36,6 +36,7 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.away import Away
 from deepoffload.ranks.collectives import LinkError
+from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.recording import RankRecorder
@@ -86,6 +87,7 @@ class RoundService:
         outside: calls a function with interrupts let through, for waits of a caller that has the lock.
         let_go: around a wait at a step, whose caller has the lock too.
         timeline: of what rounds and waits take; None: nothing is recorded.
+        elsewhere: knows of ranks that are in calls of other models; None: they have none.
 
     Raises:
         RankError: not every rank has come within ``timeout_s``. All methods that post or wait raise it, too: see the
@@ -106,6 +108,7 @@ class RoundService:
         outside: Callable[..., Any] | None = None,
         let_go: Callable[[], AbstractContextManager[None]] = nullcontext,
         timeline: Timeline | None = None,
+        elsewhere: WaitsAcrossModels | None = None,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
@@ -133,7 +136,7 @@ class RoundService:
             lambda other: self._sleeper.is_alarmed(other),
         )
         self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
-        self.away = Away(rank, self._runner, self._lock, self._sleeper.nudge, self.end_all)
+        self.away = Away(rank, self._runner, self._lock, self._sleeper.nudge, self.end_all, elsewhere)
         self._cancel_at_exit = call_at_exit(at_exit_of(weakref.ref(self)))
 
     # -- what the program says --------------------------------------------------------------------------------------
@@ -163,7 +166,8 @@ class RoundService:
     def wait_launched(self, want: Want, limit_s: float = math.inf) -> bool:
         """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
         when about ``limit_s`` are over. Returns whether it has been launched."""
-        rest = Want(WantKind.WAIT) if want.kind in PARTS else None
+        lasts = limit_s == math.inf and self.away.is_of_program()
+        rest = Want(WantKind.WAIT, 1 + want.unit if lasts else 0) if want.kind in PARTS else None
         until, rounds = time.monotonic() + limit_s, self._runner.rounds
         self._until(lambda: not rounds.is_pending(want) or time.monotonic() >= until, want, rest)
         with self._lock:
@@ -224,9 +228,7 @@ class RoundService:
         self.away.trains_here()
         self._until(lambda: self._runner.met is not None, want, want)
         with self._lock:
-            met, self._runner.met = self._runner.met, None
-        assert met is not None
-        return met
+            return self._runner.take_met()
 
     @property
     def joined(self) -> tuple[int, ...]:
@@ -236,9 +238,7 @@ class RoundService:
     def stats(self) -> RoundStats:
         """What rounds have cost this rank so far."""
         with self._lock:
-            counts, times = self._runner.rounds.counts, self._runner.times
-            waited_for_s = tuple(times.for_rank_s)
-            return RoundStats(counts.rounds, counts.mixed, self._nudges, counts.answers, times.waited_s, waited_for_s)
+            return self._runner.stats(self._nudges)
 
     def fail(self, message: str) -> None:
         """Tell all ranks that this one cannot continue, and why: all raise it. Returns when they have heard it."""
@@ -259,6 +259,7 @@ class RoundService:
         finally:
             self._cancel_at_exit()
             self._sleeper.end()
+            self.away.close()
             with self._lock:
                 self._link.cut()
 
@@ -322,6 +323,7 @@ class RoundService:
         else:
             # gloo does not tell a wait of a rank that has died in the middle of a message. To send to it fails.
             self._check_all(self._sleeper.reaches)
+        self.away.look_from_rounds(self._at)
         if now >= max(patience.started, self._runner.heard) + self.timeout_s:
             cause = f"rank {self.rank} has waited {self.timeout_s:g} s {self._at(want)} and nothing has happened"
             raise self.end_all(cause)
@@ -343,6 +345,7 @@ class RoundService:
         try:
             yield
         finally:
+            self.away.wait_is_over()
             with self._lock:
                 self._inside -= 1
 
@@ -353,7 +356,7 @@ class RoundService:
         try:
             with self.judged():
                 stays = self._calls == self._answered_at
-                waitable = self._serve_once(number, stays)
+                waitable = self._serve_once(number, stays, self.away.elsewhere())
                 while waitable is not None and waitable.within(SERVE_S):
                     waitable = self._serve_once(number, stays)
         except Exception as error:  # the program hears of it with its next call, as all ranks do
@@ -361,7 +364,7 @@ class RoundService:
             if self._failure is None:
                 self.fail(text_of(error))
 
-    def _serve_once(self, number: int, stays: bool) -> Waitable | None:
+    def _serve_once(self, number: int, stays: bool, want: Want = NOTHING) -> Waitable | None:
         # The program may wait with the lock held, and serves then. In any case this thread must hear the next message.
         if not self._lock.acquire(timeout=SERVE_S):
             return None
@@ -375,7 +378,7 @@ class RoundService:
             # What the program has asked for before it left costs no other rank a round.
             if rounds.counts.rounds > number and rounds.asked is None and not stays:
                 return None
-            if rounds.answer(self.away.want):
+            if rounds.answer(want if self.away.want == NOTHING else self.away.want):
                 self._answered_at = self._calls
             return self._runner.waitable()
 
@@ -383,18 +386,15 @@ class RoundService:
         """Raise what another rank has said to all, for a wait that is not in a round. Asks the store."""
         with self.judged(), self._lock:
             self.check()
-            said = self._roll_call.verdict()
-            if said is not None:
+            if (said := self._roll_call.verdict()) is not None:
                 raise self._give_up(said)
 
     def _answer_alarm(self) -> None:
         self._roll_call.answer(self._here())
-        verdict = self._roll_call.verdict(VERDICT_WITHIN_S)
-        if verdict is not None:
+        if (verdict := self._roll_call.verdict(VERDICT_WITHIN_S)) is not None:
             self._give_up(verdict)
 
     # -- when something is wrong ------------------------------------------------------------------------------------
-
     def end_all(self, cause: str) -> RankError:
         """Find out where all ranks are, and let all raise that, and ``cause``. Returns the error."""
         return self._give_up(self._roll_call.inquire(self._here(), cause))

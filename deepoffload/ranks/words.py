@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from deepoffload.ranks.rounds import NAMED, Want, WantKind
 
 OUTSIDE = "outside of the model"
+IN_ANOTHER_MODEL = "in a call of another model"
 _AT = {
     WantKind.NOTHING: OUTSIDE,
     WantKind.REDUCE: "at reduction of",
     WantKind.WAIT: "waiting for gradients of other ranks",
     WantKind.PASS: "at the end of a backward without",
+    WantKind.ELSEWHERE: IN_ANOTHER_MODEL,
 }
 
 
@@ -43,7 +45,7 @@ class Whereabouts:
 
     def of(self, rank: int) -> str:
         """A sentence about that rank."""
-        if self.at == OUTSIDE:
+        if self.at in (OUTSIDE, IN_ANOTHER_MODEL):
             return f"rank {rank}'s program was {self.at} (step {self.step})"
         if self.waits:
             return f"rank {rank} was {self.at} (step {self.step})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from deepoffload.deepspeed.utils.fp32_access import safe_set_full_optimizer_stat
 from deepoffload.errors import DeepOffloadError
 from deepoffload.runtime.context import engine_of
 from tests.ranks.saving import built, train
+from tests.support.models import batch, next_token_loss
 from tests.support.rank_processes import LONG_S
 from tests.support.waiting import wait_until
 
@@ -54,6 +56,12 @@ def edit(model: nn.Module, optimizer: Any, path: str) -> None:
         next(model.parameters()).mul_(0.5)
 
 
+def look_at_gradient(model: nn.Module, optimizer: Any, path: str) -> None:
+    """It is the mean over ranks, of which others have not made their backward."""
+    next_token_loss(model, batch(2)).backward()
+    assert next(model.parameters()).grad is not None
+
+
 def join(model: nn.Module, optimizer: Any, path: str) -> None:
     with deepoffload.join(model):
         pass
@@ -82,6 +90,23 @@ def apart(calls: dict[int, Call], others: Call, path: str) -> tuple[str, float]:
         return "nothing was raised", time.monotonic() - begin
 
 
+def in_two_models(calls: Sequence[Call], path: str) -> tuple[str, float]:
+    """Each rank makes its call, with another one of two models than the rank before. Returns as :func:`apart`."""
+    rank = int(os.environ["RANK"])
+    said = "nothing was raised", 0.0
+    with suppress(DeepOffloadError), built(CONFIG) as first, built(CONFIG) as second:
+        models = [(model, CPUAdamW(model.parameters(), lr=1e-2)) for model in (first, second)]
+        for model, optimizer in models:
+            train(model, optimizer, range(2))
+        begin = time.monotonic()
+        try:
+            calls[rank](*models[rank % 2], path)
+        except DeepOffloadError as error:
+            said = f"{type(error).__name__}: {error}", time.monotonic() - begin
+            raise
+    return said
+
+
 def end_instead(path: str) -> None:
     """Rank 0 saves, and the programs of the others end."""
     torch.manual_seed(11)
@@ -96,9 +121,11 @@ def end_instead(path: str) -> None:
 
 def late(path: str, seconds: float) -> list[str]:
     """Rank 0 waits long at a save, at numbers of all ranks and at a load, to which the other comes later: it evaluates
-    alone before, computes, and says the last thing while it waits itself."""
+    alone before, computes, and says the last thing while it waits itself. Then it waits at a step of a model, and the
+    other at one of another model, which a thread of rank 0 comes to later."""
     rank = int(os.environ["RANK"])
-    with built(CONFIG) as model:
+    with built(CONFIG) as model, built(CONFIG) as another:
+        others = CPUAdamW(another.parameters(), lr=1e-2)
         optimizer = CPUAdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, range(2))
         for call in (save, look_at_stats, load):
@@ -108,6 +135,13 @@ def late(path: str, seconds: float) -> list[str]:
                 time.sleep(seconds)
             call(model, optimizer, path)
             train(model, optimizer, range(2, 3))
+        for each in (model, another):
+            next_token_loss(each, batch(3)).backward()
+        thread = threading.Timer(seconds, others.step)
+        (others.step if rank else thread.start)()
+        optimizer.step()
+        if not rank:
+            thread.join()
         return [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
 
 

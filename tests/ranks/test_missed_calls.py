@@ -18,6 +18,7 @@ CASES = {
     "a load, and an edit": ({1: programs.load}, programs.edit, "loading optimizer state", "edit of "),
     "a save, and no batches left": ({0: programs.save}, programs.join, "TrainingState.save", "join"),
     "what rank 0 does not do": ({1: programs.save_pretrained}, programs.step, "save_pretrained", "step"),
+    "a save, and gradients": ({0: programs.save}, programs.look_at_gradient, "TrainingState.save", "waiting for grad"),
     "a save, and another wait": ({0: programs.save}, programs.meet, "TrainingState.save", "setting state"),
 }
 
@@ -33,9 +34,30 @@ def test_a_call_that_others_never_make_is_an_error_on_all(name: str, tmp_path: P
     assert text.startswith("RankError: "), text
     for rank in range(world_size):
         place = first if rank in calls else second
-        assert re.search(rf"rank {rank} was at {re.escape(place)}", text), text
+        assert re.search(rf"rank {rank} was (at )?{re.escape(place)}", text), text
     assert "all ranks make the same calls, in the same order" in text
     assert all(one.value[1] < SOON_S for one in ended)
+
+
+TWO_MODELS = {
+    "steps": ([programs.step, programs.step], "at step", "at step"),
+    "saves, and gradients": (
+        [programs.save, programs.look_at_gradient, programs.save],
+        "at TrainingState.save",
+        "waiting for gradients of other ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_MODELS)
+def test_ranks_that_wait_for_each_other_in_calls_of_two_models(name: str, tmp_path: Path) -> None:
+    calls, first, second = TWO_MODELS[name]
+    for ended in run_ranks(programs.in_two_models, len(calls), calls, str(tmp_path / "saved")):
+        text, seconds = ended.value
+        found = f"rank 0 waits for rank 1 {first}, and rank 1 waits for rank 0 {second} of another model: all ranks"
+        found += f"|rank 1 waits for rank 2 {second}, and rank 2 waits for rank 1 {first} of another model: all ranks"
+        assert text.startswith("RankError: ") and re.search(found, text), text
+        assert seconds < SOON_S
 
 
 def test_a_program_that_ends_before_a_save_of_another_rank(tmp_path: Path) -> None:

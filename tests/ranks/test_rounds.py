@@ -17,6 +17,20 @@ STEP, JOIN, CLOSE, FAILED, WAIT = (
 )
 
 
+def test_a_wait_for_gradients_that_a_rank_at_an_edit_has_not_announced_is_an_error() -> None:
+    rounds = Rounds(0, 2, lambda _: None)
+    edit, waits = Want(WantKind.EDIT, 4), Want(WantKind.WAIT, 1 + 7)
+
+    def outcome(own: Want, other: Want) -> RoundOutcome:
+        rounds.rest(own) if own.kind is WantKind.EDIT else (rounds.post(own), rounds.enter())
+        return rounds.take([own, other])
+
+    assert outcome(Want(REDUCE, 5), Want(REDUCE, 7)) == RoundOutcome()
+    assert rounds.needs(1, waits, 0) and not rounds.needs(1, Want(WantKind.WAIT, 1 + 5), 0)
+    assert outcome(edit, WAIT) == RoundOutcome(), "it waits for a while only"
+    assert outcome(edit, waits).apart
+
+
 def one_step(step: int, units: int, dice: random.Random, own: random.Random, barrier: bool) -> list[Op]:
     """A step of one rank: ``dice`` are thrown alike on all ranks, ``own`` are the rank's."""
     order = list(range(units))
