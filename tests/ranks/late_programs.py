@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from deepoffload import CPUAdamW, offload_context
 from deepoffload.errors import BudgetError, DeepOffloadError
-from tests.ranks.training_programs import Trained, digest, loss_of, scale_gradients
+from tests.ranks.mean_of_ranks import scale_gradients
+from tests.ranks.training_programs import Trained, digest, loss_of
 from tests.support.inspect import pager_of
 from tests.support.models import VOCABULARY, TinyGPT
 

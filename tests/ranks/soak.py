@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
-from tests.ranks.training_programs import MODELS, loss_of, scale_gradients
+from tests.ranks.mean_of_ranks import scale_gradients
+from tests.ranks.training_programs import MODELS, loss_of
 from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
 GROWTH_BYTES = 8 << 20

@@ -19,6 +19,7 @@ import deepoffload
 from deepoffload import CPUAdamW, offload_context
 from deepoffload.errors import BudgetError
 from tests.models.zoo import language, small_gpt2, small_llama, t5, translation
+from tests.ranks.mean_of_ranks import MeanOfRanks
 from tests.support.inspect import pager_of
 from tests.support.models import TinyGPT, batch, mixtral, next_token_loss
 from tests.support.rank_processes import ENDS_WITHIN_S, values_of
@@ -268,13 +269,6 @@ def _build(model_name: str, config: dict[str, Any]) -> tuple[nn.Module, Any]:
     return model.train(), context.engine
 
 
-def scale_gradients(model: nn.Module, factor: float) -> None:
-    """One process makes the mean of what the ranks would have. Not by its losses: small fp16 gradients would differ."""
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.mul_(factor)
-
-
 @contextmanager
 def spoiled_embedding(model: nn.Module) -> Iterator[None]:
     """The gradient of the embedding, the last one of backward, is not finite."""
@@ -304,14 +298,14 @@ def train(job: Job, path: str | None = None) -> Trained:
         engine.gradients.contributions.wait_s = 0.1  # else each step waits for seconds before contributions are moved
     optimizer = CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=None if job.torch_clips else job.clip)
     optimizer.skip_non_finite = bool(job.overflows)
-    found = Trained()
+    found, mean = Trained(), MeanOfRanks(model, job.data_ranks)
     for step in range(job.steps):
         if job.accumulates and world_size > 1:
             seeds = [10_000 * step + 100 * micro + rank for micro in range(job.micro_batches)]
             losses = deepoffload.accumulate(
-                model, seeds, lambda model, seed: loss_of(model, job.model, seed, job.device)
+                model, seeds, lambda model, seed: loss_of(model, job.model, seed, job.device) * job.scale
             )
-            found.losses += [float(loss) for loss in losses]
+            found.losses += [float(loss) / job.scale for loss in losses]
         for micro in range(0 if job.accumulates and world_size > 1 else job.micro_batches):
             if early is not None:
                 early.paused = micro < job.micro_batches - 1  # as DeepSpeed's engine says it
@@ -323,9 +317,11 @@ def train(job: Job, path: str | None = None) -> Trained:
                 if rank == 0:
                     pager_of(model).tiers.counters.wait_s += job.forward_wait_s
                 (loss * job.scale / job.micro_batches).backward()
+                if world_size == 1:
+                    mean.backward_is_over()
                 found.losses.append(float(loss.detach()))
         if world_size == 1:
-            scale_gradients(model, 1 / job.data_ranks)
+            mean.make()
         if job.before_step is not None:
             found.losses_between += BETWEEN_STEPS[job.before_step](model, job, step)
         if step == 0 and early is None:
