@@ -1,7 +1,7 @@
 """What malloc keeps of freed activations, against measured training (``python -m benchmarks.estimate.peaks``).
 
 Twelve steps of each model with 4 sequences of 256 tokens and a host budget of 64 MiB, on two cores with glibc 2.36,
-torch 2.13 and transformers 5.23. Another run of the same program takes up to 35 MiB less or more.
+torch 2.13 and transformers 5.23. Another run may take one or two of the largest tensor (31 MiB) less or more.
 """
 
 from __future__ import annotations
