@@ -126,8 +126,8 @@ class Copying:
 
     @contextlib.contextmanager
     def borrowing_locks(self) -> Iterator[None]:
-        """Around a copy that runs while the program does. A program that waits at its step for another rank has the
-        locks, and that rank may wait for the copy."""
+        """Around a copy that runs while the program does. A program that waits for that of another rank has the locks,
+        and that rank may wait for the copy."""
         with contextlib.ExitStack() as locks:
             for snapshot in self._snapshots:
                 locks.enter_context(snapshot.tiers.lock.borrowing())

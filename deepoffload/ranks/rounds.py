@@ -61,6 +61,8 @@ NAMED = OF_UNITS | {WantKind.EDIT}
 """What says which unit it is about."""
 STAYS = RESTS - {WantKind.WAIT}
 """Where a program waits for all others."""
+NEEDS_PROGRAMS = STAYS | PARTS
+"""What is waited for until the programs of other ranks come; a thread of theirs cannot help."""
 ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY, WantKind.ELSEWHERE})
 """What the thread says for a program that is not in a call of ours, or waits outside of rounds."""
 

@@ -50,7 +50,7 @@ from deepoffload.ranks.round_runner import (
     Waitable,
     say_failure,
 )
-from deepoffload.ranks.rounds import NOTHING, PARTS, STEPPING, Want, WantKind
+from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, PARTS, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
 from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
@@ -85,7 +85,7 @@ class RoundService:
         lock: held while the state changes and while ``launch`` runs, not while this rank waits. Re-entrant.
         abandon: ends the payload that is in flight, after an error.
         outside: calls a function with interrupts let through, for waits of a caller that has the lock.
-        let_go: around a wait at a step, whose caller has the lock too.
+        let_go: around a wait for other programs, whose caller has the lock too: they may wait for a save of this rank.
         timeline: of what rounds and waits take; None: nothing is recorded.
         elsewhere: knows of ranks that are in calls of other models; None: they have none.
 
@@ -310,7 +310,7 @@ class RoundService:
         give_up_at = max(patience.started, self._runner.heard) + self.timeout_s
         until = min(begun + SLICE_S, give_up_at, patience.nudge_at if waitable.may_nudge else give_up_at)
         limit_s = max(until - begun, 0.001)
-        with self._let_go() if want.kind in STEPPING else nullcontext():
+        with self._let_go() if want.kind in NEEDS_PROGRAMS else nullcontext():
             over = waitable.within(limit_s) if self._outside is None else self._outside(waitable.within, limit_s)
         now = time.monotonic()
         self._runner.times.waited_s += now - begun

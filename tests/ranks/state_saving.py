@@ -176,27 +176,39 @@ def other_tasks_while_a_save_goes_on(path: str) -> str:
         return Path(saved.wait(SOON_S)).name
 
 
-def save_while_another_steps(path: str) -> str:
-    """Rank 1 waits for the others at its step before it has copied anything; rank 0 waits for the save."""
-    is_stepping = threading.Event()
+def save_while_another_waits(path: str) -> list[str]:
+    """Rank 1 waits for the others before it has copied anything: at its step, for gradients, at an edit. Rank 0 waits
+    for the save."""
+    found = []
     with built({"host_budget": "48MiB", "ranks": {"timeout_s": 30}}) as model:
         optimizer, _, state = _parts(model, "adamw")
         train(model, optimizer, range(1))
+        param = next(model.parameters())
+        for step, wait in enumerate((lambda: None, lambda: param.grad, lambda: param.mul_(1.0)), 1):
+            is_waiting = threading.Event()
 
-        def until_the_step_waits() -> None:
-            if rank() == 1:
-                is_stepping.wait(SOON_S)
-                time.sleep(0.5)  # the step asks the others first
+            class Late(Copying):
+                begins = is_waiting
 
-        copy_after(until_the_step_waits)
-        saved = state.save(path, wait=False)
-        assert not isinstance(saved, str)
-        if rank() == 0:
-            saved.wait(SOON_S)
-        next_token_loss(model, batch(1)).backward()
-        is_stepping.set()
-        optimizer.step()
-        return Path(saved.wait(SOON_S)).name
+                def run(self, *, with_headers: bool) -> None:
+                    if rank() == 1:
+                        self.begins.wait(SOON_S)
+                        time.sleep(0.5)  # the wait asks the others first
+                    super().run(with_headers=with_headers)
+
+            saving.Copying = Late  # type: ignore[misc]
+            saved = state.save(path, wait=False)
+            assert not isinstance(saved, str)
+            if rank() == 0:
+                saved.wait(SOON_S)
+            next_token_loss(model, batch(step)).backward()
+            is_waiting.set()
+            with torch.no_grad():
+                wait()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(Path(saved.wait(SOON_S)).name)
+    return found
 
 
 def save_between_backward_and_step(path: str) -> str:

@@ -17,7 +17,7 @@ from tests.ranks.state_saving import (
     save,
     save_between_backward_and_step,
     save_twice_where_one_fails,
-    save_while_another_steps,
+    save_while_another_waits,
 )
 from tests.support.rank_processes import run_ranks, values_of, values_of_each
 
@@ -127,8 +127,8 @@ def test_ranks_do_other_things_together_while_a_save_goes_on(tmp_path: Path):
     assert checkpoint_command(["verify", str(tmp_path)]) == 0
 
 
-def test_a_rank_waits_for_a_save_while_another_waits_at_its_step(tmp_path: Path):
-    assert values_of(save_while_another_steps, 2, str(tmp_path)) == ["global_step1"] * 2
+def test_a_rank_waits_for_a_save_while_another_waits_for_it(tmp_path: Path):
+    assert values_of(save_while_another_waits, 2, str(tmp_path)) == [[f"global_step{step}" for step in (1, 2, 3)]] * 2
 
 
 def test_engines_of_ranks_save_and_load(tmp_path: Path):
