@@ -4,11 +4,14 @@ it, soon, and nothing is left. ``python -m tests.ranks.deaths --places 100`` tri
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import math
 import os
 import random
 import re
 import resource
 import signal
+import statistics
 import tempfile
 import threading
 import time
@@ -34,6 +37,8 @@ from tests.support.rank_processes import LONG_S, Ended, run_ranks
 
 TIMEOUT_S = 2.0
 """``ranks.timeout_s`` where a rank stops; a rank that has gone is noticed earlier."""
+STOP_TOLD_WITHIN_S = 3.0
+"""After that: a wait looks once a second, and a rank that is asked where it is has 1.5 s to answer."""
 SOON_S = 5.0
 LATE_S = 1.0
 """What a machine that has other things to do adds to each limit."""
@@ -44,6 +49,8 @@ UPDATE_S_SHARE = 0.02
 """An update inside backward, a guess too, is over so much sooner than what else a rank is at when it dies."""
 FIRST_CHUNK, CHUNKS_PER_PLACE = 400, 5
 """Of the swap file's chunks, the one that fails at place 0, and how many more come in the time of a place."""
+STACKS_AFTER_S = 30.0
+"""Who has not ended then prints where its threads are."""
 STEPS = 400
 """More than any rank makes before one of them dies."""
 
@@ -73,7 +80,7 @@ class Death:
     @property
     def limit_s(self) -> float:
         """How long after it the others may raise, on a machine that does nothing else."""
-        return self.timeout_s + 2.0 if self.way == "SIGSTOP" else SOON_S
+        return self.timeout_s + STOP_TOLD_WITHIN_S if self.way == "SIGSTOP" else SOON_S
 
 
 class _Places:
@@ -134,6 +141,7 @@ class _Watched(CPUAdamW):
 def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, list[str]]:
     """Train until something goes wrong. Returns the class of the error, its text, when it was raised, and which of our
     threads are left when the engine is closed."""
+    faulthandler.dump_traceback_later(STACKS_AFTER_S)
     places = _Places(death, Path(folder))
     config = {
         "host_budget": "4MiB",  # so that something is on the disk
@@ -175,16 +183,22 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         if thread.name == THREAD_NAME:
             thread.join(SOON_S)  # it may still complete what was copied before
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("deepoffload")]
+    faulthandler.cancel_dump_traceback_later()
     return *said, threads
 
 
-def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -> None:
-    """Let a rank die, and look at the others. The store is in rank 0, so it may die with it."""
+def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -> list[float]:
+    """Let a rank die, and look at the others. The store is in rank 0, so it may die with it.
+
+    Returns:
+        After how many seconds each of the others has raised.
+    """
     stops = death.rank if death.way == "SIGSTOP" else None
     arguments = death, str(nvme_path), str(folder)
     limit_s = ENDS_WITHIN_S + 2 * late_s
     ended = run_ranks(train, death.world_size, *arguments, limit_s=limit_s, stops=stops, rank_0_has_store=True)
     died = float((folder / "died").read_text())
+    seconds: list[float] = []
     for rank, one in enumerate(ended):
         if rank == death.rank:
             _check_own_end(death, one)
@@ -195,6 +209,7 @@ def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -
         assert re.search(rf"ranks? {death.rank}\b", text), f"{death}: rank {rank} says {text}"
         after_s = raised - died
         assert after_s < death.limit_s + late_s, f"{death}: rank {rank} raises after {after_s:.1f} s: {text}"
+        seconds.append(after_s)
         waits_for_store = death.way == "SIGSTOP" and death.rank == 0  # which lives in that process
         assert not threads or waits_for_store, f"{death}: rank {rank} is left with {threads}"
     left = list(nvme_path.iterdir())
@@ -203,6 +218,7 @@ def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -
     if newest is not None:
         with open_checkpoint(newest, lambda _: None):
             """It is complete."""
+    return seconds
 
 
 def _check_own_end(death: Death, own: Ended) -> None:
@@ -241,13 +257,22 @@ def deaths(
     ]
 
 
-def campaign(found: list[Death], nvme_path: Path, late_s: float) -> None:
-    """Try all of them, one after the other."""
+def campaign(found: list[Death], nvme_path: Path, late_s: float, limit_s: float) -> None:
+    """Try all of them, one after the other, until they have taken ``limit_s``."""
+    seconds: dict[str, list[float]] = {}
+    started = time.monotonic()
     for number, death in enumerate(found):
         with tempfile.TemporaryDirectory() as folder:
             begin = time.monotonic()
-            check(death, nvme_path, Path(folder), late_s)
-            print(f"{number + 1:4} {time.monotonic() - begin:5.1f} s  {death}", flush=True)
+            if begin - started >= limit_s:
+                break
+            after_s = check(death, nvme_path, Path(folder), late_s)
+            seconds.setdefault(death.way, []).extend(after_s)
+            raised = ", ".join(f"{one:.2f}" for one in after_s)
+            print(f"{number + 1:4} {time.monotonic() - begin:5.1f} s, raised after {raised} s  {death}", flush=True)
+    for way, known in seconds.items():
+        median_s, longest_s = statistics.median(known), max(known)
+        print(f"{way}: {len(known)} ranks raised, median {median_s:.2f} s, longest {longest_s:.2f} s", flush=True)
 
 
 def main() -> None:
@@ -259,10 +284,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--saves", action="store_true", help="with saves in the background")
     parser.add_argument("--late-s", type=float, default=LATE_S, help="what other work of the machine adds to limits")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no more after so long")
     chosen = parser.parse_args()
     found = deaths(chosen.places, chosen.seed, chosen.step_overlap, chosen.ranks, saves=chosen.saves)
     with tempfile.TemporaryDirectory() as nvme_path:
-        campaign(found[chosen.first :], Path(nvme_path), chosen.late_s)
+        campaign(found[chosen.first :], Path(nvme_path), chosen.late_s, chosen.limit_s)
 
 
 if __name__ == "__main__":
