@@ -31,7 +31,7 @@ from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.joint_task import JointTasks
 from deepoffload.ranks.leaving import text_of
-from deepoffload.ranks.limited_store import LimitedStore
+from deepoffload.ranks.limited_store import ANSWERS_WITHIN_S, LimitedStore
 from deepoffload.ranks.links import own_client
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.round_runner import PayloadFlight
@@ -194,9 +194,10 @@ class RankLink:
             timeline=timeline,
             elsewhere=group.elsewhere(),
         )
-        store = LimitedStore(own_client(group.store("notices")))
+        answers_within_s = min(ANSWERS_WITHIN_S, timeout_s)
+        store = LimitedStore(own_client(group.store("notices")), answers_within_s)
         self.notices = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
-        store = LimitedStore(own_client(group.store("tasks")))
+        store = LimitedStore(own_client(group.store("tasks")), answers_within_s)
         waiting = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
         self.tasks = JointTasks(store, waiting, self.ranks.rank, self.ranks.world_size)
 

@@ -43,7 +43,7 @@ SOON_S = 5.0
 LATE_S = 1.0
 """What a machine that has other things to do adds to each limit."""
 ENDS_WITHIN_S = 40.0
-KINDS = ("loader", "forward", "backward", "guess", "early")
+KINDS = ("loader", "forward", "backward", "guess", "early", "save")
 """Of places."""
 UPDATE_S_SHARE = 0.02
 """An update inside backward, a guess too, is over so much sooner than what else a rank is at when it dies."""
@@ -78,9 +78,14 @@ class Death:
     saves: bool = False
 
     @property
+    def stops(self) -> bool:
+        """The process stays, and does nothing more."""
+        return self.way.startswith("SIGSTOP")
+
+    @property
     def limit_s(self) -> float:
         """How long after it the others may raise, on a machine that does nothing else."""
-        return self.timeout_s + STOP_TOLD_WITHIN_S if self.way == "SIGSTOP" else SOON_S
+        return self.timeout_s + STOP_TOLD_WITHIN_S if self.stops else SOON_S
 
 
 class _Places:
@@ -147,7 +152,7 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
         "host_budget": "4MiB",  # so that something is on the disk
         "nvme_budget": "64MiB",
         "nvme_path": nvme_path,
-        "ranks": {"timeout_s": death.timeout_s if death.way == "SIGSTOP" else LONG_S, "transport": death.transport},
+        "ranks": {"timeout_s": death.timeout_s if death.stops else LONG_S, "transport": death.transport},
         "step_overlap": death.step_overlap,
     }
     if death.way == "EIO" and death.rank == int(os.environ["RANK"]):
@@ -165,6 +170,7 @@ def train(death: Death, nvme_path: str, folder: str) -> tuple[str, str, float, l
     try:
         for step in range(STEPS):
             if death.saves and step % 2:
+                places.at("save")
                 state.save(Path(folder) / "saved", keep_last=1, wait=False)
             places.at("loader")
             loss_of(model, "gpt", step).backward()
@@ -193,7 +199,7 @@ def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -
     Returns:
         After how many seconds each of the others has raised.
     """
-    stops = death.rank if death.way == "SIGSTOP" else None
+    stops = death.rank if death.stops else None
     arguments = death, str(nvme_path), str(folder)
     limit_s = ENDS_WITHIN_S + 2 * late_s
     ended = run_ranks(train, death.world_size, *arguments, limit_s=limit_s, stops=stops, rank_0_has_store=True)
@@ -210,7 +216,7 @@ def check(death: Death, nvme_path: Path, folder: Path, late_s: float = LATE_S) -
         after_s = raised - died
         assert after_s < death.limit_s + late_s, f"{death}: rank {rank} raises after {after_s:.1f} s: {text}"
         seconds.append(after_s)
-        waits_for_store = death.way == "SIGSTOP" and death.rank == 0  # which lives in that process
+        waits_for_store = death.stops and death.rank == 0  # which lives in that process
         assert not threads or waits_for_store, f"{death}: rank {rank} is left with {threads}"
     left = list(nvme_path.iterdir())
     assert not left, f"{death}: {left} is left"
@@ -241,7 +247,7 @@ def deaths(
 ) -> list[Death]:
     """So many, each way about as often as the others."""
     dice = random.Random(seed)
-    ways = WAYS + MORE_WAYS.get(step_overlap, ())
+    ways = WAYS + MORE_WAYS.get(step_overlap, ()) + (("SIGSTOP save",) if saves else ())
     return [
         Death(
             ways[number % len(ways)],
