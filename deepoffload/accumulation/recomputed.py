@@ -3,11 +3,12 @@ what the call has saved.
 
 The means is torch's own activation checkpoint without reentrant autograd, put around the call by the window. The graph
 is that of the forward, so a backward has the same nodes, the same sums and the same bits. Random numbers, autocast and
-the default device are as they were in the forward: torch sees to it. Four things are ours, because the program has
+the default device are as they were in the forward: torch sees to it. Five things are ours, because the program has
 not asked for a checkpoint and its modules need not be written for one:
 
 - Buffers that the call changes, such as running statistics, are lent to the second run as they were before the first
   one, and nothing of what it does to them stays.
+- Python's and NumPy's generators, and those that its modules hold, stand where they stood (``own_generators``).
 - So are attributes of modules anywhere in the model, as far as its first forward has changed them.
 - A call that writes to its weights is not run again.
 - A cache of keys and values (transformers makes one in each forward, also in training) is as empty in the second run as
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
+from deepoffload.accumulation.own_generators import OwnGenerators
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.kept_attributes import KeptAttributes, edits_of_weight
 from deepoffload.params.torch_private import checkpoint_around, outside_user_modes
@@ -91,6 +93,7 @@ class Recomputed:
         self._attributes, self._then = attributes, attributes.now()
         self._process = process_now()
         self._buffers = _Buffers(module)
+        self._generators = OwnGenerators(module)
         self._edits: list[tuple[int, int]] | None = _edits_in(module)
         once: dict[int, int] = {}
         self._places = [once.setdefault(id(leaf), len(once)) for leaf in leaves]
@@ -109,6 +112,7 @@ class Recomputed:
         if around is not None:
             next(around, None)
             self._buffers.compare()
+            self._generators.forget_unused()
             if self._edits == _edits_in(self._module):
                 self._edits = None
 
@@ -122,7 +126,12 @@ class Recomputed:
                 f"{name}: its forward writes to its weights, and would do so again when it runs a second time; "
                 'use activations="keep"'
             )
-        with ExitStack() as back, self._attributes.lent(self._then), self._buffers.as_they_were(name):
+        with (
+            ExitStack() as back,
+            self._attributes.lent(self._then),
+            self._buffers.as_they_were(name),
+            self._generators.as_they_were(),
+        ):
             lend_process(self._process, back)
             self._module(*args, **kwargs)
 

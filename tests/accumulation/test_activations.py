@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,6 +217,35 @@ def test_modules_with_a_state_run_once_for_all_that_can_be_seen(paging: Paging, 
     build, steps = CASES[case]
     expected, *others = (steps.run(paging.build(build, TIGHT, key=case), how) for how in (PLAIN, VERTICAL_AGAIN))
     assert_same_bits(expected, others[0])
+
+
+class Draws(nn.Module):
+    """Scales by numbers from generators that torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = (
+            random.random() + torch.rand(32, generator=self.generator) + torch.from_numpy(np.random.rand(32)).float()
+        )
+        return x + self.linear(x * drawn).tanh()
+
+
+def draws() -> nn.Module:
+    random.seed(1)
+    np.random.seed(2)
+    return nn.Sequential(nn.Embedding(64, 32), Draws(), Draws(), nn.Linear(32, 8))
+
+
+@pytest.mark.parametrize(("how", "count"), [(HORIZONTAL_AGAIN, COUNT), (VERTICAL_AGAIN, 1)])
+def test_a_second_run_draws_the_same_from_all_generators(paging: Paging, how: str, count: int) -> None:
+    """They stand where they stood afterwards, so the next step draws what it draws in a plain loop, too."""
+    steps = Steps(lambda model, seed: model(batch(seed)).square().mean(), int, count, 3)
+    expected, found = (steps.run(paging.build(draws, TIGHT, key="Draws"), each) for each in (PLAIN, how))
+    assert_same_bits(expected, found)
 
 
 class Layer(nn.Module):
