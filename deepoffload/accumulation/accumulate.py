@@ -20,6 +20,7 @@ from deepoffload.config import ActivationMode
 from deepoffload.errors import UsageError
 from deepoffload.params.kept_attributes import KeptAttributes
 from deepoffload.params.ports import ActivationRegion, GradientDoor
+from deepoffload.params.torch_compiler import leave_to_python
 from deepoffload.params.torch_private import in_backward
 from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
@@ -372,3 +373,6 @@ def _add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
     else:  # Python 3.10 has no notes
         log.warning("%s: %s", type(error).__name__, text)
+
+
+leave_to_python(accumulate, "micro-batches stop in the middle of the model, which Python has to see to")

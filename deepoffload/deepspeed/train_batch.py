@@ -18,6 +18,7 @@ from deepoffload.deepspeed.tools import EngineTools
 from deepoffload.deepspeed.utils import RepeatingLoader
 from deepoffload.deepspeed.utils.timer import ThroughputTimer
 from deepoffload.errors import UsageError
+from deepoffload.params.torch_compiler import leave_to_python
 from deepoffload.runtime.engine import Engine
 from deepoffload.runtime.loop import TrainingLoop
 
@@ -153,3 +154,6 @@ class WholeSteps:
                     "trained with them"
                 ) from None
         return batches
+
+
+leave_to_python(WholeSteps.train_batch, "a whole step runs as Python")

@@ -103,8 +103,8 @@ def test_compiled_layers(paging: Paging, put_on: Callable[..., None], budget: in
     assert asked[0] and asked[-1] == asked[1], f"compiled again in later steps: {asked}"
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["CPUAdamW", "paged"])
-def test_whole_steps_are_compiled_without_a_word(paging: Paging, paged: bool) -> None:
+@pytest.mark.parametrize("kind", ["CPUAdamW", "paged", "accumulate"])
+def test_whole_steps_are_compiled_without_a_word(paging: Paging, kind: str) -> None:
     """Steps and what makes the optimizer are compiled functions. Dynamo warns of no function of ours that it cannot
     follow, and compiles none again and again."""
     import torch._dynamo.utils
@@ -112,13 +112,16 @@ def test_whole_steps_are_compiled_without_a_word(paging: Paging, paged: bool) ->
     torch._dynamo.utils.warn_once_cache.clear()
 
     def make(model: nn.Module) -> Any:
-        if paged:
+        if kind == "paged":
             return deepoffload.paged(torch.optim.AdamW, model.parameters(), lr=1e-3, foreach=False)
         return deepoffload.initialize(model=model, config={"optimizer": {"type": "AdamW", "params": {}}})[1]
 
     def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
+        if kind == "accumulate":
+            (loss,) = deepoffload.accumulate(model, [x], lambda model, x: model(x).square().mean(), order="vertical")
+        else:
+            loss = model(x).square().mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
