@@ -69,7 +69,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _state_of_numpy() -> bytes:
-    """Bytes, whichever generator NumPy has been given: ``==`` compares them."""
+    """As bytes, which ``==`` compares for each kind of generator."""
     return pickle.dumps(np.random.get_state(legacy=False))
 
 
