@@ -7,7 +7,7 @@ Each row is a placement of benchmarks/end_to_end in a process of its own. Each r
 which the first ones teach the engine its trace, and as many in the other. A ratio is the median over the rounds of
 "median step in vertical order by that in horizontal order". ``--disk-rate`` slows all transfers down to that of a
 slower disk, reads and writes together. With ``--predict`` and the row ``host`` the least times that this disk allows
-stand beside what was measured: see ``benchmarks.accumulation.bound``.
+stand next to what was measured: see ``benchmarks.accumulation.bound``.
 The row ``by-hand`` is plain PyTorch with everything in memory, its two orders written by hand.
 """
 

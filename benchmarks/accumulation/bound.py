@@ -10,7 +10,7 @@ run at the same time at best:
   is to write what memory still holds of the last update and to fill it for the next one.
 
 Not counted: the processor's work for the transfers themselves, and that the first and the last transfer of a phase have
-nothing to run beside. So a real step takes longer.
+nothing to run next to. So a real step takes longer.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ WAYS = {
     "both": ("logits", "activations"),
     "all": ("logits", "activations", "perceptron"),
 }
-"""What is done beside activation checkpoints of the layers."""
+"""What is done in addition to activation checkpoints of the layers."""
 
 SAME = {"activations": "checkpointing", "both": "logits"}
 """Ways whose bits are equal: tiles add up in another order, activations that leave change nothing."""

@@ -86,7 +86,7 @@ def summarise(entries: dict[str, Contender], seconds: dict[str, list[float]], n:
 
 
 def compare(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached, and what was: medians of the rounds' ratios."""
+    """The goals, and what was reached: medians of the rounds' ratios."""
     found = [
         {"what": f"{name} / limit", "ratio": rows[name]["ratio_to_limit"], "at_least": least}
         for name, least in OF_THE_LIMIT.items()
@@ -145,7 +145,7 @@ def main() -> None:
         "--only", nargs="+", default=[], help="contenders with one of these in their names, and streams"
     )
     parser.add_argument("--add", action="store_true", help="to the runs that --out has")
-    parser.add_argument("--plot", action="store_true", help="time per parameter against size, beside the JSON")
+    parser.add_argument("--plot", action="store_true", help="time per parameter against size, next to the JSON")
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu_adam.json")
     options = parser.parse_args()
     if "deepspeed" not in options.peers:

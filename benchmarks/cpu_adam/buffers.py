@@ -23,8 +23,8 @@ def huge(n: int, dtype: torch.dtype) -> Tensor:
 
 
 class Buffers:
-    """One set of streams. Values stay positive and of their usual size whatever runs on them, the C stream included:
-    gradients are, and steps are tiny."""
+    """One set of streams. Values stay positive and of their usual size with all that runs on them, and with
+    the C stream: gradients are, and steps are tiny."""
 
     def __init__(self, n: int, *, huge_pages: bool) -> None:
         self.n = n

@@ -2,7 +2,7 @@
  *
  * What a host optimizer can at best reach on fp32 state. The second variant prefetches as far ahead as the kernels do; the
  * faster of the two is the limit that everything is compared with. The copy is what the first landing of a gradient is
- * beside its sum of squares: memory takes streams that are only written slower than ones written in place. Compiled by
+ * next to its sum of squares: memory takes streams that are only written slower than ones written in place. Compiled by
  * run.py with -O3 -march=native -fopenmp. */
 #include <stddef.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-"""The whole host update, from autograd's bf16 gradients to the bf16 weights, beside DeepSpeed's own engine.
+"""The whole host update, from autograd's bf16 gradients to the bf16 weights, next to DeepSpeed's own engine.
 
     pip install -e ".[bench-peers]"
     python -m benchmarks.cpu_adam.whole
@@ -172,7 +172,7 @@ def main() -> None:
         for zero in zeros.values():
             zero.close()
         del b, state, parts, ours, zeros
-    report = {"question": "the whole host update beside DeepSpeed's engine", "machine": machine(), "runs": runs}
+    report = {"question": "the whole host update next to DeepSpeed's engine", "machine": machine(), "runs": runs}
     options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -4,7 +4,7 @@ Written after DeepSpeed 0.19.8, runtime/zero/stage3.py, for one rank, bf16, one 
 CPU; every part names the function that does it there. Memory that DeepSpeed keeps from step to step is kept here,
 temporary tensors are temporary. The reduce-scatter of the only rank with itself is left out. All parts are always made:
 the norm also where nothing is clipped, the pass that unscales also where the factor is one. ``whole.py`` measures
-them beside DeepSpeed's own engine.
+them next to DeepSpeed's own engine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MODULES = {side: f"benchmarks.end_to_end.side_{side}" for side in ("ours", "plai
 
 
 class Trainer(Protocol):
-    """A model, its optimizer, and whatever moves its bytes. ``together``: it takes all micro-batches of a step at once,
+    """A model, its optimizer, and what moves its bytes. ``together``: it takes all micro-batches of a step at once,
     by ``accumulate``; else ``loss`` and ``backward`` of each are called."""
 
     together: bool

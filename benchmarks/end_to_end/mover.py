@@ -1,7 +1,7 @@
-"""Moves bytes to and from a disk beside a program that computes: as many as a training step moves, evenly spread.
+"""Moves bytes to and from a disk next to a program that computes: as many as a training step moves, evenly spread.
 
 It says what the machine itself takes for such traffic. Cores, memory and the hypervisor serve the disk, too, so the
-same computing is slower beside it, whoever asks for the bytes. A process of its own does only what no engine can leave
+same computing is slower next to it, for each program. A process of its own does only what no engine can leave
 out: requests of 4 MiB on huge pages past the page cache, reads and writes in turns, which nobody looks at.
 """
 

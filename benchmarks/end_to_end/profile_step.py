@@ -1,4 +1,4 @@
-"""What our own Python takes of a training step: planner, hooks and faults beside kernels, torch and waiting.
+"""What our own Python takes of a training step: planner, hooks and faults next to kernels, torch and waiting.
 
     python -m benchmarks.end_to_end.profile_step --path /mnt/nvme --case host all
 

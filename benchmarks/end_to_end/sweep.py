@@ -5,7 +5,7 @@
 
 ``budget`` goes from a fortieth of weights, gradients and optimizer state to all of it; ``size`` from 125 M to 1.24 B
 parameters with everything in memory, the optimizer on NVMe, and everything there. Rounds are interleaved, every run is
-a process of its own, and points are medians over the rounds with the least and the most. Each point stands beside the
+a process of its own, and points are medians over the rounds with the least and the most. Each point stands next to the
 bound of its round: its bytes at the best mixed disk rate, or the step with everything in memory.
 """
 

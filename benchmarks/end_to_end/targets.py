@@ -10,7 +10,7 @@ from benchmarks.end_to_end.cases import BYTES, Work
 from benchmarks.end_to_end.runner import Run
 
 PROCESS_BYTES = 64_000_000
-"""What our own code and data may take besides the budget."""
+"""What our own code and data may take in addition to the budget."""
 
 
 @dataclass
@@ -70,12 +70,12 @@ def clipped_bound_seconds(round: Round, disk: str, compute: str, ring_bytes: int
 
 
 def disk_alone(disk: str, other: str) -> Callable[[Round], float]:
-    """Our bytes at the disk's best rate, against another's step: whoever moves these bytes has no lower ratio."""
+    """Our bytes at the disk's best rate, against another's step: nobody who moves these bytes has a lower ratio."""
     return lambda round: moved_bytes(round.runs[disk]) / round.best_rate / round.runs[other].median("seconds")
 
 
 def against_deepspeed(optimizer: str, everything: str, targets: tuple[float, float], order: str = "") -> list[Row]:
-    """Step times beside DeepSpeed's, and beside each what the disk alone takes of DeepSpeed's step."""
+    """Step times next to DeepSpeed's, and next to each what the disk alone takes of DeepSpeed's step."""
     pairs = (
         ("optimizer", optimizer, "deepspeed-nvme-tuned", "DeepSpeed NVMe tuned"),
         ("everything", everything, "deepspeed-all-tuned", "DeepSpeed everything"),
@@ -149,7 +149,7 @@ def rolled_back(case: str, deferred: str) -> Callable[[Round], float | None]:
 
 
 def bound_rows(disk: str, host: str, target: float) -> list[Row]:
-    """Step times beside the least that they can be. Cores and memory that serve the disk compute less: the other two
+    """Step times next to the least that they can be. Cores and memory that serve the disk compute less: the other two
     rows tell how much less, and how near we are to that."""
     beside = f"beside-{disk}"
     return [

@@ -1,5 +1,5 @@
-"""Training with a GPU: step time, tokens per second and utilisation beside plain PyTorch and peers, transfers, and what
-fits.
+"""Training with a GPU: step time, tokens per second and utilisation next to plain PyTorch and peers, transfers, and
+what fits.
 
 python -m benchmarks.gpu --path /mnt/nvme            # after the build; benchmarks/gpu/run.sh does everything
 python -m benchmarks.gpu --simulate                  # checks the script on the tests' simulated GPU

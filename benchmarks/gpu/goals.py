@@ -24,7 +24,7 @@ class Goal:
     Attributes:
         name: for people.
         figure: raises Missing where rows lack.
-        least: whether the figure is to be at least the limit, not at most.
+        least: whether the figure has to be at least the limit, not at most.
     """
 
     name: str

@@ -70,7 +70,7 @@ def name_of(wheel: Path) -> str:
 
 
 def is_here(wheel: Path) -> bool:
-    """Whether this Python has the package already, in whatever version."""
+    """Whether this Python has the package already, in any version."""
     try:
         importlib.metadata.version(name_of(wheel))
     except importlib.metadata.PackageNotFoundError:

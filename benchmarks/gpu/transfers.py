@@ -1,4 +1,4 @@
-"""Host memory to the device and back: our copies beside plain ones from memory that torch has pinned."""
+"""Host memory to the device and back: our copies next to plain ones from memory that torch has pinned."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every contender prepares itself for a pattern once; then it moves data for the same time as the others whenever its turn
 comes, after the same warm-up, and says how many bytes that were and how much CPU time of its process they cost. All use
-the same file; ours checks its data besides, on another one and off the clock.
+the same file; ours checks its data in addition, on another one and off the clock.
 """
 
 from __future__ import annotations

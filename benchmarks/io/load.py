@@ -11,7 +11,7 @@ class ForeignLoad:
     """CPU time that was neither idle nor ours since the last question, as a share of all cores.
 
     ``/proc/stat`` against the times of this process and its finished children; what the kernel's own threads do counts
-    as foreign, whomever they do it for.
+    as foreign, no matter for which process.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class Ddp(Contender):
 
 class Plain(Contender):
     """Forward and backward alone: no rank knows of another one, and nothing is updated. So it shows what a machine
-    takes for the same tokens in several processes, whatever these have to tell each other."""
+    takes for the same tokens in several processes, without what these have to tell each other."""
 
     def __init__(self, shape: Shape, work: dict[str, Any], settings: dict[str, Any], path: str) -> None:
         if int(os.environ["WORLD_SIZE"]) > 1:

@@ -32,7 +32,7 @@ def seconds(program: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="a file for the JSON, beside printing it")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, which is printed, too")
     options = parser.parse_args()
     rounds = options.rounds
     for program in PROGRAMS.values():  # files into the page cache, bytecode onto the disk

@@ -39,7 +39,7 @@ struct worker {
     char* memory;
 };
 
-/* The same bytes of the file whatever the flags, unless shift_bytes moves them. */
+/* The same bytes of the file for all flags, unless shift_bytes moves them. */
 static doff_request* submit(const struct worker* worker, int operation, char* memory, int64_t nbytes,
                             int64_t shift_bytes, unsigned seed) {
     int64_t base = (int64_t)worker->number * AREA_BYTES + shift_bytes, half = nbytes / 2 / DOFF_PAGE * DOFF_PAGE;

@@ -1,6 +1,6 @@
 // Runs every kernel of every instruction set that this CPU has on the same inputs and compares all bytes with the
 // scalar kernels'. Needs neither Python nor torch, so it can be cross-compiled and run under an emulator; prints one
-// digest that is the same on every architecture. NaNs count as equal whatever their payload: architectures differ in
+// digest that is the same on every architecture. NaNs count as equal with any payload: architectures differ in
 // it. Splitting is checked for every upper half of an fp32 number with the lower halves around the borders of rounding;
 // with the argument "all" for all 2^32 numbers, which takes minutes (and nothing else is run).
 #include <cstdio>
@@ -56,7 +56,7 @@ struct Streams {
             weight[i] = static_cast<std::uint16_t>(random.next());
             remainder[i] = static_cast<std::int16_t>(random.next());
             if (special && random.next() % 8 == 0)
-                remainder[i] = INT16_MIN; // beside an odd weight: the tie that a split moves
+                remainder[i] = INT16_MIN; // next to an odd weight: the tie that a split moves
         }
         for (auto& s : state)
             for (std::size_t i = 0; i < n; ++i)

@@ -1,4 +1,4 @@
-// What torch asks of a device beside its operators: devices, streams, events, generators and pinned memory.
+// What torch asks of a device in addition to its operators: devices, streams, events, generators and pinned memory.
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>

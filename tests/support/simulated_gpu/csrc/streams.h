@@ -262,7 +262,7 @@ class Simulator {
         return false;
     }
 
-    // Host bytes that are to be written are made unlike anything expected; those that are to be read are remembered.
+    // Host bytes that a task writes are made unlike anything expected; those that it reads are remembered.
     void poison_or_watch(Task& task) {
         bool writes_host = false;
         for (const Use& use : task.uses) {

@@ -1,4 +1,4 @@
-// What streams are given to do, and how it is to be done.
+// What streams are given to do, and how they do it.
 #pragma once
 
 #include <chrono>
