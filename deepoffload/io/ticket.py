@@ -83,7 +83,8 @@ class Ticket:
         files: Sequence[FileLike],
     ) -> None:
         self.nbytes = nbytes
-        self._handle = handle
+        # Released in C: Ctrl-C while Python runs for an object that ends would be lost.
+        self._handle = ffi.gc(handle, lib.doff_request_release)
         self._action = action
         self._files = files
         self._finished = False
@@ -173,12 +174,6 @@ class Ticket:
 
     def _names(self) -> str:
         return ", ".join(file.path for file in self._files)
-
-    def __del__(self, release: Callable[[Any], None] = lib.doff_request_release) -> None:
-        # The function is an argument because the interpreter's exit may have emptied this module by now.
-        handle, self._handle = getattr(self, "_handle", None), None
-        if handle is not None:
-            release(handle)
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "done" if self.done() else "in flight"

@@ -83,6 +83,9 @@ class RankGroup:
                 use_local_synchronization=len(self._members) < dist.get_world_size(),
                 group_desc=f"deepoffload {purpose}",
             )
+            if self._private:
+                # A rank that closes at once what it has made would end the connecting of the others.
+                dist.barrier(self._control)
         except RuntimeError as error:
             raise RankError(
                 f"rank {dist.get_rank()} at making the group for {purpose} with ranks {self._members}: not every rank "
