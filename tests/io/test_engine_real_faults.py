@@ -261,6 +261,19 @@ def test_ctrl_c_ends_a_wait_and_everything_behind_it(backend, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_python_runs_when_a_ticket_ends(make_engine, memory, backend, tmp_path):
+    """Ctrl-C that comes there would be written to stderr and lost."""
+    engine = make_engine(backend=backend)
+    file = engine.open_file(tmp_path / "data", create=True)
+    tickets = [engine.write(file, memory.address, 4096, 0)]
+    tickets[0].wait()
+    frames = []
+    sys.setprofile(lambda frame, event, argument: frames.append(frame.f_code.co_name) if event == "call" else None)
+    tickets.clear()
+    sys.setprofile(None)
+    assert frames == []
+
+
 def test_ctrl_c_reaches_a_wait_for_a_slow_disk(tmp_path):
     body = """
     looked_at, opened_by = os.pipe()
