@@ -109,7 +109,7 @@ def finish(save: Save) -> SaveHandle:
 
 def _run(save: Save, handle: SaveHandle) -> None:
     try:
-        with save.copying.borrowing_locks():
+        with save.in_background():
             save.run()
     except Exception as error:
         handle.error = error

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +200,15 @@ class Save:
         finally:
             self.abandon()
         return self.folder
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Around :meth:`run` where the program trains on."""
+        with contextlib.ExitStack() as around:
+            around.enter_context(self.copying.borrowing_locks())
+            if self._task is not None:
+                around.enter_context(self._task.outlives_program())
+            yield
 
     def _publish(self, everybody: Sequence[Mapping[str, FilePart]]) -> None:
         """Put together what all ranks have written, and give it its name."""

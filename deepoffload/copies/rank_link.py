@@ -201,6 +201,10 @@ class RankLink:
         waiting = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
         self.tasks = JointTasks(store, waiting, self.ranks.rank, self.ranks.world_size)
 
+    def trains(self, models: Sequence[torch.nn.Module]) -> None:
+        """Errors call them by their classes."""
+        self.rounds.away.model = " and ".join(type(model).__name__ for model in models)
+
     # -- what is served --------------------------------------------------------------------------------------------
 
     def show(self, number: int, name: str, gatherer: Gatherer, tensors: Sequence[str] = ()) -> None:

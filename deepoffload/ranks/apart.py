@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from deepoffload.ranks.edited import Edited
-from deepoffload.ranks.rounds import Want, WantKind
+from deepoffload.ranks.rounds import ENDS, Want, WantKind
 from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
 
 
@@ -21,7 +21,7 @@ class PeersApartError(RuntimeError):
         """What all ranks raise; ``name_of`` says what a want is of."""
         if _same_edit(self.wants):
             return differing_values(name_of(self.wants[0]), [want.content for want in self.wants])
-        closed = [rank for rank, want in enumerate(self.wants) if want.kind is WantKind.CLOSE]
+        closed = [rank for rank, want in enumerate(self.wants) if want.kind in ENDS]
         places = ", ".join(
             Whereabouts(at(want, name_of), self.steps[rank]).of(rank)
             for rank, want in enumerate(self.wants)

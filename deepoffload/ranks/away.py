@@ -13,6 +13,7 @@ it in two rounds.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,9 +21,10 @@ from typing import Any
 
 from deepoffload.errors import RankError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
+from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
 from deepoffload.ranks.rounds import NOTHING, Want, WantKind
-from deepoffload.ranks.words import ranks_in_words
+from deepoffload.ranks.words import OUTSIDE, ranks_in_words
 
 
 class Away:
@@ -37,6 +39,7 @@ class Away:
     Attributes:
         want: what the thread says for the program when others need this rank.
         what: the program waits at; "" where it does not.
+        model: what errors call it.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Away:
         elsewhere: WaitsAcrossModels | None = None,
     ) -> None:
         self.want = NOTHING
-        self.what = ""
+        self.what, self.model = "", "the model"
         self._rank, self._runner, self._lock = rank, runner, lock
         self._others = [other for other in range(runner.rounds.world_size) if other != rank]
         self._nudge, self._end_all, self._elsewhere = nudge, end_all, elsewhere
@@ -76,6 +79,15 @@ class Away:
         finally:
             self.wait_is_over()
             self.want, self.what = NOTHING, ""
+
+    def ends(self) -> None:
+        """The program ends, and waits for what this rank is still at. To be called now and then by another thread: who
+        waits for the program, and needs nothing of the sleeping thread, hears it."""
+        if self.want == NOTHING:
+            self.want = Want(WantKind.CLOSING)
+        with self._lock:
+            number = self._runner.rounds.counts.rounds
+        self._nudge(self._rank, number)
 
     def is_of_program(self) -> bool:
         """Whether the thread that calls this is the one that trains, as far as it is known."""
@@ -106,7 +118,9 @@ class Away:
             raise self._end_all(self._cause(never))
         self._nudge(self._rank, number)
         here = dict(enumerate(wants)) if self._rank < len(wants) and wants[self._rank] == self.want else {}
-        self._look_elsewhere(f"at {self.what}", number, {rank: here[rank] for rank in missing() if rank in here})
+        self._look_elsewhere(
+            self._of_model(f"at {self.what}"), number, {rank: here[rank] for rank in missing() if rank in here}
+        )
 
     # -- calls of other models -------------------------------------------------------------------------------------
 
@@ -114,16 +128,28 @@ class Away:
         """What the thread says for a program that waits in a call of another model; nothing where it does not."""
         return NOTHING if self._elsewhere is None else self._elsewhere.want()
 
-    def look_from_rounds(self, at: Callable[[Want], str]) -> None:
-        """As :meth:`look_around`, of a wait in rounds, for ranks that are in calls of other models. ``at``: says where
-        a want is."""
+    def told(self) -> str | None:
+        """What the wait that is under way ends with, where a rank in a call of another model has found that out."""
+        return None if self._elsewhere is None else self._elsewhere.told()
+
+    def look_from_rounds(self, at: Callable[[Want], str], want: Want, long: LongWait, timeout_s: float) -> None:
+        """As :meth:`look_around`, of a wait in rounds, for ranks that are in calls of other models.
+
+        Args:
+            at: says where a want is.
+            want: what is waited for.
+            long: is written to the log.
+            timeout_s: how long a wait takes while nothing happens.
+        """
+        place = self._of_model(at(want))
+        long.look(time.monotonic(), lambda: self._ask(place), lambda: self._in_words(place, at), timeout_s)
         with self._lock:
             rounds, said, wants = self._runner.rounds, self._runner.said, self._runner.unmet
             if not said.stays:
                 return
             number, here = rounds.counts.rounds, len(wants) > 0 and wants[self._rank] == said
             needed = {o: wants[o] for o in self._others if here and rounds.needs(self._rank, said, o)}
-        self._look_elsewhere(at(said), number, needed)
+        self._look_elsewhere(self._of_model(at(said)), number, needed)
 
     def wait_is_over(self) -> None:
         """To be called before a program that has waited goes on."""
@@ -134,6 +160,32 @@ class Away:
         """This model has no rounds any more."""
         if self._elsewhere is not None:
             self._elsewhere.close()
+
+    def _of_model(self, place: str) -> str:
+        number = 0 if self._elsewhere is None else self._elsewhere.model
+        return f"{place} of {self.model}" + (f" (model {number})" if number else "")
+
+    def _ask(self, place: str) -> None:
+        """Let the others say where they are."""
+        if self._elsewhere is not None:
+            self._elsewhere.is_long(place)
+        with self._lock:
+            number = self._runner.rounds.counts.rounds
+        for rank in self._others:
+            self._nudge(rank, number)
+
+    def _in_words(self, place: str, at: Callable[[Want], str]) -> str:
+        """Who waits where for whom, as far as it is known."""
+        with self._lock:
+            wants, said = dict(enumerate(self._runner.unmet)), self._runner.said
+        if wants.get(self._rank) != said:
+            wants = {}  # they are of before
+        long = {} if self._elsewhere is None else self._elsewhere.long_waits()
+        others = [rank for rank in self._others if rank not in wants or wants[rank].kind is not said.kind]
+        where = [f"rank {rank} {_where(wants.get(rank), long.get(rank, []), at)}" for rank in others or self._others]
+        return (
+            f"rank {self._rank} is {place} and waits for {ranks_in_words(others or self._others)}: {', '.join(where)}"
+        )
 
     def _look_elsewhere(self, what: str, number: int, needed: Mapping[int, Want]) -> None:
         if self._elsewhere is None:
@@ -157,3 +209,13 @@ class Away:
             f"rank {self._rank} waits for {who} at {self.what}, and {who} {verb} for rank {self._rank} elsewhere: all "
             "ranks make the same calls, in the same order"
         )
+
+
+def _where(said: Want | None, long: Sequence[str], at: Callable[[Want], str]) -> str:
+    """What is known of a rank that is waited for. ``long``: its waits in calls of other models."""
+    if long:
+        return f"is {' and '.join(long)}"
+    if said is None:
+        return "has not answered"
+    place = at(said)
+    return f"is {'computing or waiting ' if place == OUTSIDE else ''}{place}"

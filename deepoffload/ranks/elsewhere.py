@@ -12,6 +12,9 @@ step is over before both have come. No clock is in this: a rank that is slow say
 
 A program that has several threads is not spoken for: another one of them may come. Ctrl-C may end a wait, so what
 others say has to stand in two rounds.
+
+Who finds that out writes it down before it raises it. A wait that ends with another error looks there first: the
+program of the rank that has found it may have ended meanwhile, and that is what the other model's ranks see.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ LOOK_S = 1.0
 """How often a wait looks around."""
 ANSWERS_WITHIN_S = 1.0
 """How long the store's host may take. After that nobody is found here: a limit ends such waits."""
+MODELS = 16
+"""Of so many models of each rank it is looked, the last ones, whether it waits there."""
 OURS = "deepoffload"
 """Names of threads of this package begin with it."""
 
@@ -52,17 +57,20 @@ class WaitsAcrossModels:
 
     Args:
         store: common to all models of these ranks. Nobody else uses its keys.
+        rank, world_size: who this is.
         speaks_for_all: whether the program has no other thread than the one that calls this.
         clock: in seconds.
 
     Attributes:
         watches: the wait that is under way asks the others where they are.
+        model: how many models of these ranks this process had made, with this one.
     """
 
     def __init__(
         self,
         store: CommonStore,
         rank: int,
+        world_size: int,
         speaks_for_all: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,8 +80,12 @@ class WaitsAcrossModels:
         self._said = ""
         self._seen: dict[int, tuple[int, int]] = {}
         self._looked = clock()
+        self._others = [other for other in range(world_size) if other != rank]
+        self._is_long = False
+        self.model = 0
         with suppress(LinkError):
             self._models(1)
+            self.model = self._store.add(self._made(rank), 1)
 
     @property
     def watches(self) -> bool:
@@ -114,11 +126,42 @@ class WaitsAcrossModels:
 
     def wait_is_over(self) -> None:
         """To be called before the program goes on."""
+        if self._is_long:
+            self._is_long = False
+            with suppress(LinkError):
+                self._store.set(self._long(self._rank, self.model), "")
         if self._number is not None:
             self._number, self._said = None, ""
             self._seen.clear()
             with suppress(LinkError):
                 self._store.set(self._key(self._rank), "")
+
+    def told(self) -> str | None:
+        """What the wait that is under way ends with, where another rank has found that out. From any thread."""
+        own = self._number
+        if own is None:
+            return None
+        with suppress(LinkError):
+            return self._read(self._end(self._rank, own)) or self._read(self._of_others(self._rank, own)) or None
+        return None
+
+    def is_long(self, what: str) -> None:
+        """The wait that is under way takes long: others look for it when theirs do."""
+        with suppress(LinkError):
+            if self._models(0) > 1:
+                self._store.set(self._long(self._rank, self.model), what)
+                self._is_long = True
+
+    def long_waits(self) -> dict[int, list[str]]:
+        """The waits of other ranks in other models that take long, by rank."""
+        found: dict[int, list[str]] = {}
+        with suppress(LinkError):
+            for rank in self._others:
+                last = self._store.add(self._made(rank), 0)
+                models = (number for number in range(max(1, last - MODELS + 1), last + 1) if number != self.model)
+                if waits := [what for number in models if (what := self._read(self._long(rank, number)))]:
+                    found[rank] = waits
+        return found
 
     def close(self) -> None:
         """The model has no rounds any more."""
@@ -142,9 +185,16 @@ class WaitsAcrossModels:
             wait = self._wait_of(rank) if number > first else None
             if wait is not None and wait["number"] == there and [self._rank, own] in wait["sees"]:
                 cause = _cause({self._rank: what, rank: wait["what"]})
-                self._store.set(self._end(rank, there), cause)
+                self._tell(cause, rank, there)
                 return cause
         return None
+
+    def _tell(self, cause: str, rank: int, number: int) -> None:
+        """Write down that ``rank`` waits in vain in its wait ``number``, for other ranks that wait, too."""
+        for other in self._others:
+            if other != rank and (wait := self._wait_of(other)) is not None:
+                self._store.set(self._of_others(other, wait["number"]), cause)
+        self._store.set(self._end(rank, number), cause)
 
     def _wait_of(self, rank: int) -> dict[str, Any] | None:
         said = self._read(self._key(rank))
@@ -166,6 +216,18 @@ class WaitsAcrossModels:
     def _end(rank: int, number: int) -> str:
         return f"end of wait {number} of {rank}"
 
+    @staticmethod
+    def _of_others(rank: int, number: int) -> str:
+        return f"others at wait {number} of {rank}"
+
+    @staticmethod
+    def _made(rank: int) -> str:
+        return f"models made by {rank}"
+
+    @staticmethod
+    def _long(rank: int, model: int) -> str:
+        return f"long wait of {rank} in model {model}"
+
 
 def _is_all_of_program() -> bool:
     """Whether the program has no other thread than the one that calls this."""
@@ -177,6 +239,6 @@ def _is_all_of_program() -> bool:
 def _cause(places: dict[int, str]) -> str:
     (first, at_first), (second, at_second) = sorted(places.items())
     return (
-        f"rank {first} waits for rank {second} {at_first}, and rank {second} waits for rank {first} {at_second} of "
-        "another model: all ranks make the same calls, in the same order"
+        f"rank {first} is {at_first} and waits for rank {second}, and rank {second} is {at_second} and waits for "
+        f"rank {first}, so neither goes on: let all ranks make the same calls of both models, in the same order"
     )

@@ -102,7 +102,9 @@ class RankGroup:
         """Of all models of these ranks together."""
         world: Any = dist.group.WORLD
         store = dist.PrefixStore(f"deepoffload models of {self._members}", world.get_group_store())
-        return WaitsAcrossModels(LimitedStore(own_client(store), ANSWERS_WITHIN_S), self.ranks.rank)
+        return WaitsAcrossModels(
+            LimitedStore(own_client(store), ANSWERS_WITHIN_S), self.ranks.rank, self.ranks.world_size
+        )
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """What every rank gives, in rank order. For a few objects at the start: they are pickled.

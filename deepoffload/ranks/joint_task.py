@@ -14,10 +14,11 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from deepoffload.errors import DeepOffloadError, UsageError
+from deepoffload.ranks.leaving import telling_end_of_process
 from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.notices import LOOK_S, Missing, Notices, kind_of
 
@@ -111,6 +112,10 @@ class JointTask:
         finally:
             if not self.goes_on:
                 self.end()
+
+    def outlives_program(self) -> AbstractContextManager[None]:
+        """Around what goes on in a thread that the end of the process waits for: other ranks hear of that end."""
+        return telling_end_of_process(self._tasks.notices.rounds)
 
     def end(self) -> None:
         """This rank reads nothing more of it. Idempotent."""

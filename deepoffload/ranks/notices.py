@@ -17,6 +17,7 @@ from deepoffload import errors
 from deepoffload.errors import DeepOffloadError, RankError
 from deepoffload.ranks.collectives import LinkError, first_line
 from deepoffload.ranks.limited_store import LimitedStore
+from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.service import RoundService
 
 POLL_S = 0.001
@@ -24,6 +25,8 @@ POLL_S = 0.001
 LONGEST_POLL_S = 0.05
 LOOK_S = 1.0
 """How often a wait looks whether another rank has gone or failed, and how often a rank that is busy says that it is."""
+LOOKS_SHARE = 0.1
+"""But it looks after this share of the limit: something that has happened may have done so one look earlier."""
 
 
 class Missing(NamedTuple):
@@ -61,7 +64,7 @@ class Notices:
         timeout_s: float,
     ) -> None:
         self._store = store
-        self._rounds = rounds
+        self.rounds = rounds
         self._world_size = world_size
         self._has_gone = has_gone
         self._timeout_s = timeout_s
@@ -75,7 +78,7 @@ class Notices:
         """
         key = self._key(what)
         with self.kept_together():
-            self._store.set(f"{key} on {self._rounds.rank}", "")
+            self._store.set(f"{key} on {self.rounds.rank}", "")
             self._store.add(key, 1)
             self.wait(
                 lambda: self._store.add(key, 0) >= self._world_size,
@@ -151,7 +154,7 @@ class Notices:
     def _counted(self, what: str) -> tuple[str, int]:
         """What the same call on all ranks has in common, and its number. Some calls are made by one rank alone: those
         before the ranks met last do not count."""
-        key = f"{what} after {self._rounds.meetings} meetings"
+        key = f"{what} after {self.rounds.meetings} meetings"
         self._times[key] += 1
         return key, self._times[key]
 
@@ -172,7 +175,7 @@ class Notices:
         Raises:
             RankError: another rank has gone or failed, does not come, or nothing has happened for too long.
         """
-        away = self._rounds.away
+        away = self.rounds.away
         if missing is None or not away.is_of_program():
             self._wait(over, what, progress, lambda: None)
         else:
@@ -183,23 +186,25 @@ class Notices:
         self, over: Callable[[], bool], what: str, progress: Callable[[], int], look_around: Callable[[], None]
     ) -> None:
         heard = looked = time.monotonic()
-        seen, pause_s = progress(), POLL_S
+        seen, pause_s, long = progress(), POLL_S, LongWait(heard)
+        look_s = min(LOOK_S, LOOKS_SHARE * self._timeout_s)
         while not over():
             now = time.monotonic()
-            if now - looked >= LOOK_S:
+            if now - looked >= look_s:
                 looked = now
+                long.look(now, lambda: None, lambda: f"rank {self.rounds.rank} waits for {what}", self._timeout_s)
                 self._look_after()
                 look_around()
                 if (said := progress()) != seen:
                     seen, heard = said, now
             if now - heard >= self._timeout_s:
-                self._rounds.fail(f"it has waited {self._timeout_s:g} s for {what}. Every rank has to call it")
-                self._rounds.check()
+                self.rounds.fail(f"it has waited {self._timeout_s:g} s for {what}. Every rank has to call it")
+                self.rounds.check()
             time.sleep(pause_s)
             pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
 
     def _look_after(self) -> None:
-        self._rounds.hear()
+        self.rounds.hear()
         gone = [rank for rank in range(self._world_size) if self._has_gone(rank)]
         if gone:
             raise LinkError(f"no connection to rank {gone[0]}")
@@ -207,8 +212,8 @@ class Notices:
     @contextmanager
     def kept_together(self) -> Iterator[None]:
         """An error of the store is the one that all ranks raise."""
-        self._rounds.check()
-        with self._rounds.judged():
+        self.rounds.check()
+        with self.rounds.judged():
             try:
                 yield
             except (RankError, LinkError):

@@ -45,6 +45,8 @@ class WantKind(enum.IntEnum):
     """The program waits for others outside of rounds, at a save for example; said by the thread."""
     ELSEWHERE = 11
     """All of the program waits in a call of another model; said by the thread."""
+    CLOSING = 12
+    """The program ends, and waits for what this rank is still at, a save in the background; said by the thread."""
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
@@ -63,8 +65,10 @@ STAYS = RESTS - {WantKind.WAIT}
 """Where a program waits for all others."""
 NEEDS_PROGRAMS = STAYS | PARTS
 """What is waited for until the programs of other ranks come; a thread of theirs cannot help."""
-ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY, WantKind.ELSEWHERE})
+ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY, WantKind.ELSEWHERE, WantKind.CLOSING})
 """What the thread says for a program that is not in a call of ours, or waits outside of rounds."""
+ENDS = frozenset({WantKind.CLOSE, WantKind.CLOSING})
+"""Who says one of these makes no step any more."""
 
 
 class Want(NamedTuple):
@@ -84,7 +88,7 @@ class Want(NamedTuple):
     @property
     def stays(self) -> bool:
         """Whether the program goes on only when others have come, or announced their parts."""
-        return self.kind in STAYS or (self.kind is WantKind.WAIT and self.unit > 0)
+        return self.kind in STAYS | ENDS or (self.kind is WantKind.WAIT and self.unit > 0)
 
 
 class Payload(NamedTuple):
@@ -260,7 +264,7 @@ class Rounds:
         if want.kind is WantKind.WAIT:
             unit = want.unit - 1
             return self._held.of(unit, rank) > 0 and self._held.of(unit, other) == 0
-        return want.kind in STAYS
+        return want.kind in STAYS | ENDS
 
     def take(self, wants: Sequence[Want]) -> RoundOutcome:
         """The round under way is over; ``wants`` has what each rank said, in rank order."""
@@ -271,7 +275,7 @@ class Rounds:
         kinds = {want.kind for want in wants}
         if WantKind.FAILED in kinds:
             return RoundOutcome(failed=_those_at(wants, WantKind.FAILED))
-        if WantKind.CLOSE in kinds and kinds & (STEPPING | PARTS | {WantKind.WAIT, WantKind.EDIT}):
+        if kinds & ENDS and kinds & (STEPPING | PARTS | {WantKind.WAIT, WantKind.EDIT}):
             return RoundOutcome(apart=True)
         payloads = tuple(self._launched(wants))
         met = self._meet(kinds, len(set(wants)))

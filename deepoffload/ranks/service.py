@@ -254,7 +254,7 @@ class RoundService:
             return
         self._closed = True
         try:
-            if self._failure is None:
+            if self._failure is None or self.away.want.kind is WantKind.CLOSING:
                 self.meet(WantKind.CLOSE)
         finally:
             self._cancel_at_exit()
@@ -323,7 +323,7 @@ class RoundService:
         else:
             # gloo does not tell a wait of a rank that has died in the middle of a message. To send to it fails.
             self._check_all(self._sleeper.reaches)
-        self.away.look_from_rounds(self._at)
+        self.away.look_from_rounds(self._at, want, patience.long, self.timeout_s)
         if now >= max(patience.started, self._runner.heard) + self.timeout_s:
             cause = f"rank {self.rank} has waited {self.timeout_s:g} s {self._at(want)} and nothing has happened"
             raise self.end_all(cause)
@@ -429,7 +429,7 @@ class RoundService:
         """All calls raise ``text`` from now on. Returns the error."""
         with self._lock:
             if self._failure is None:
-                self._failure = text
+                self._failure = self.away.told() or text
                 self._link.cut()
                 if self._abandon is not None:
                     self._abandon()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepoffload.ranks.long_waits import LongWait
+
 NUDGE_AFTER_S = 0.1
 """Nobody is nudged before. A nudge costs an extra round if its rank is only slow."""
 NUDGE_AFTER_USUAL = 2.0
@@ -81,10 +83,15 @@ class WaitTimes:
 
 
 class Patience:
-    """One wait: when to nudge, each time after twice as long. ``now`` is the caller's clock in seconds."""
+    """One wait: when to nudge, each time after twice as long. ``now`` is the caller's clock in seconds.
+
+    Attributes:
+        long: the line in the log that it may be worth.
+    """
 
     def __init__(self, nudge_after_s: float, now: float) -> None:
         self.started = now
+        self.long = LongWait(now)
         self.has_nudged = False
         self._gap_s = nudge_after_s
         self.nudge_at = now + nudge_after_s

@@ -14,12 +14,15 @@ _AT = {
     WantKind.REDUCE: "at reduction of",
     WantKind.WAIT: "waiting for gradients of other ranks",
     WantKind.PASS: "at the end of a backward without",
+    WantKind.CLOSING: "at its end",
     WantKind.ELSEWHERE: IN_ANOTHER_MODEL,
 }
 
 
 def at(want: Want, name_of: Callable[[Want], str]) -> str:
     """For example "at gather of blocks.3". ``name_of`` says what a want is of."""
+    if want.kind is WantKind.WAIT and want.unit > 0:
+        return f"{_AT[want.kind]} for {name_of(Want(WantKind.REDUCE, want.unit - 1))}"
     words = _AT.get(want.kind, f"at {want.kind.name.lower()}" + (" of" if want.kind in NAMED else ""))
     return f"{words} {name_of(want)}" if want.kind in NAMED else words
 

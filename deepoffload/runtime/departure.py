@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import _thread
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from deepoffload.copies.rank_link import RankLink
 from deepoffload.memory.lock import BooksLock
-from deepoffload.ranks.leaving import at_exit_of, call_at_exit
+from deepoffload.params.pager import Pager
+from deepoffload.ranks.leaving import at_exit_of, call_at_exit, telling_end
 from deepoffload.ranks.service import RoundService
 
 log = logging.getLogger("deepoffload")
@@ -35,6 +38,24 @@ def end_unasked(close: Callable[[], None], lock: BooksLock, link: RankLink | Non
         finally:
             lock.release()
     return None
+
+
+def failure_under_way(before: int) -> str | None:
+    """What closes an engine, where an error is on its way out. ``before``: the id of the one that the program handled
+    when the engine was made."""
+    error = sys.exc_info()[1]
+    if error is None or id(error) == before:
+        return None
+    return f"its engine was closed by {type(error).__name__}: {error}"
+
+
+def finish_saves(pager: Pager, link: RankLink | None, failure: str | None) -> None:
+    """Before an engine closes, return when nothing that was begun needs it. Other ranks do not wait for that where they
+    still train. ``failure``: what it closes with, where it does so because of an error."""
+    guards = pager.tiers.guards
+    if not pager.lock.is_mine():
+        with nullcontext() if link is None or not guards else telling_end(link.rounds, failure):
+            guards.finish()
 
 
 class Departure:

@@ -47,7 +47,7 @@ from deepoffload.runtime.choice import Room
 from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, pin_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
-from deepoffload.runtime.departure import Departure, end_unasked
+from deepoffload.runtime.departure import Departure, end_unasked, failure_under_way, finish_saves
 from deepoffload.runtime.device import find_accelerator, open_memory, open_rank_memory, take_device_memory
 from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
@@ -210,6 +210,7 @@ class Engine:
         refuse_distributed_tensors(roots)
         if self.link is not None:
             refuse_ordinary(roots, registered)
+            self.link.trains(roots)
         compare_models(self.agreement, roots)
         landings = self.gradients.from_device
         if landings is not None and landings.no_room is not None:
@@ -410,8 +411,7 @@ class Engine:
     def _end(self, because: str) -> None:
         if self.pager.life.closed_because is not None:
             return
-        if not self.pager.lock.is_mine():
-            self.pager.tiers.guards.finish()
+        finish_saves(self.pager, self.link, failure_under_way(self._error_before))
         with ExitStack() as last:
             last.callback(self._close, because)
             last.callback(self._leave_ranks)
@@ -420,14 +420,14 @@ class Engine:
 
     def _leave_ranks(self) -> None:
         """End together with the other ranks. While an error is on its way out they do not come here: tell them."""
-        group, error = self.agreement.group, sys.exc_info()[1]
+        group, failure = self.agreement.group, failure_under_way(self._error_before)
         with ExitStack() as last:
             if group is not None:
                 last.callback(group.close)
             if self.link is not None:
                 last.callback(self.link.close)
-                if error is not None and id(error) != self._error_before and not self.link.rounds.has_failed:
-                    self.link.fail(f"its engine was closed by {type(error).__name__}: {error}")
+                if failure is not None and not self.link.rounds.has_failed:
+                    self.link.fail(failure)
 
     def _close(self, because: str) -> None:
         with self.pager.lock:

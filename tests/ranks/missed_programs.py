@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -17,13 +18,18 @@ import deepoffload
 from deepoffload import CPUAdamW
 from deepoffload.deepspeed.utils.fp32_access import safe_set_full_optimizer_state
 from deepoffload.errors import DeepOffloadError
+from deepoffload.ranks import long_waits
 from deepoffload.runtime.context import engine_of
 from tests.ranks.saving import built, train
+from tests.ranks.state_saving import copy_after
 from tests.support.models import batch, next_token_loss
 from tests.support.rank_processes import LONG_S
 from tests.support.waiting import wait_until
 
 CONFIG: dict[str, Any] = {"host_budget": "32MiB", "ranks": {"timeout_s": LONG_S}}
+
+NOT_HEARD_S = 30.0
+"""By then an error is told, on a machine that has much else to do."""
 
 
 def save(model: nn.Module, optimizer: Any, path: str) -> None:
@@ -119,11 +125,41 @@ def end_instead(path: str) -> None:
         deepoffload.TrainingState(model, optimizer).save(path)
 
 
+def leave_while_saving(path: str, fails: bool) -> tuple[str, list[bool]]:
+    """Rank 1 ends, or fails, while a save is under way in the background. Rank 0 copies when its program has heard of
+    that. Returns what is raised, and whether it was heard in time."""
+    heard, in_time = threading.Event(), []
+    said = "nothing was raised"
+    with suppress(DeepOffloadError, KeyError), built(CONFIG) as model:
+        optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(1))
+        if os.environ["RANK"] == "0":
+            copy_after(lambda: in_time.append(heard.wait(NOT_HEARD_S)))
+        deepoffload.TrainingState(model, optimizer).save(path, wait=False)
+        try:
+            if os.environ["RANK"] == "0":
+                train(model, optimizer, range(1, 3))
+            elif fails:
+                raise KeyError("the data loader has no such sample")
+            else:
+                engine_of(model).close()
+        except DeepOffloadError as error:
+            said = f"{type(error).__name__}: {error}"
+            heard.set()
+            raise
+    return said, in_time
+
+
 def late(path: str, seconds: float) -> list[str]:
     """Rank 0 waits long at a save, at numbers of all ranks and at a load, to which the other comes later: it evaluates
     alone before, computes, and says the last thing while it waits itself. Then it waits at a step of a model, and the
-    other at one of another model, which a thread of rank 0 comes to later."""
+    other at one of another model, which a thread of rank 0 comes to later. Returns what is logged."""
     rank = int(os.environ["RANK"])
+    lines = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepoffload").addHandler(handler)
+    long_waits.NOTICE_AFTER_S, long_waits.ANSWERED_AFTER_S = seconds / 4, seconds / 4
     with built(CONFIG) as model, built(CONFIG) as another:
         others = CPUAdamW(another.parameters(), lr=1e-2)
         optimizer = CPUAdamW(model.parameters(), lr=1e-2)
@@ -142,7 +178,8 @@ def late(path: str, seconds: float) -> list[str]:
         optimizer.step()
         if not rank:
             thread.join()
-        return [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
+        assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+    return lines
 
 
 def look_in_a_thread(seconds: float) -> int:

@@ -50,7 +50,7 @@ class Model:
         self.rounds = Rounds(
             rank, world.ranks, lambda want: self.said[self.rounds.counts.rounds].__setitem__(rank, want)
         )
-        self.elsewhere = WaitsAcrossModels(world.store, rank, lambda: True, world.tick)
+        self.elsewhere = WaitsAcrossModels(world.store, rank, world.ranks, lambda: True, world.tick)
         self.unmet: list[Want] = []
         self.met = False
         self.read: Want = NOTHING
@@ -148,5 +148,10 @@ def test_ranks_are_found_to_wait_for_each_other_where_they_do_so_for_ever(progra
         found = world.happens()
         if found or world.is_over():
             break
+    told = [model.elsewhere.told() for models in world.models for model in models if model.elsewhere.watches]
+    if found:  # by one of those that wait; it may end before the others look
+        assert told.count(None) <= 1 and set(told) - {None} == {found}
+    else:
+        assert not any(told)
     assert (found is None) == ends(programs) == world.is_over(), (found, world.at)
-    assert found is None or "of another model: all ranks make the same calls" in found
+    assert found is None or "neither goes on: let all ranks make the same calls of both models" in found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import missed_programs as programs
-from tests.support.rank_processes import SOON_S, run_ranks, values_of
+from tests.support.rank_processes import SOON_S, run_ranks, values_of, values_of_each
 
 CASES = {
     "a save, and another step": ({0: programs.save}, programs.step, "TrainingState.save", "step"),
@@ -40,11 +40,11 @@ def test_a_call_that_others_never_make_is_an_error_on_all(name: str, tmp_path: P
 
 
 TWO_MODELS = {
-    "steps": ([programs.step, programs.step], "at step", "at step"),
+    "steps": ([programs.step, programs.step], r"at step of TinyGPT \(model 1\)", r"at step of TinyGPT \(model 2\)"),
     "saves, and gradients": (
         [programs.save, programs.look_at_gradient, programs.save],
-        "at TrainingState.save",
-        "waiting for gradients of other ranks",
+        r"at TrainingState.save of TinyGPT \(model 1\)",
+        r"waiting for gradients of other ranks for [A-Za-z0-9.]+ of TinyGPT \(model 2\)",
     ),
 }
 
@@ -54,8 +54,8 @@ def test_ranks_that_wait_for_each_other_in_calls_of_two_models(name: str, tmp_pa
     calls, first, second = TWO_MODELS[name]
     for ended in run_ranks(programs.in_two_models, len(calls), calls, str(tmp_path / "saved")):
         text, seconds = ended.value
-        found = f"rank 0 waits for rank 1 {first}, and rank 1 waits for rank 0 {second} of another model: all ranks"
-        found += f"|rank 1 waits for rank 2 {second}, and rank 2 waits for rank 1 {first} of another model: all ranks"
+        found = f"rank 0 is {first} and waits for rank 1, and rank 1 is {second} and waits for rank 0, so neither"
+        found += f"|rank 1 is {second} and waits for rank 2, and rank 2 is {first} and waits for rank 1, so neither"
         assert text.startswith("RankError: ") and re.search(found, text), text
         assert seconds < SOON_S
 
@@ -67,8 +67,25 @@ def test_a_program_that_ends_before_a_save_of_another_rank(tmp_path: Path) -> No
     assert first.seconds < SOON_S
 
 
+def test_a_rank_that_ends_while_a_save_is_under_way(tmp_path: Path) -> None:
+    """The others hear of it at once, and not when the save is on the disk."""
+    calls = [(str(tmp_path / str(fails)), fails) for fails in (True, False)]
+    failed, closed = values_of_each(programs.leave_while_saving, 2, calls)
+    assert failed[0][1] == closed[0][1] == [True], (failed, closed)
+    assert "rank 1 has failed" in failed[0][0] and "no such sample" in failed[0][0], failed
+    assert all("rank 1 has closed its engine after 1 steps, but others train on" in said for said, _ in closed), closed
+    assert not list(tmp_path.glob("*/*"))  # neither has published anything
+
+
 def test_who_comes_late_is_waited_for(tmp_path: Path) -> None:
-    assert values_of(programs.late, 2, str(tmp_path / "saved"), 4.0) == [[], []]
+    """A wait that takes long is a line in the log."""
+    first, second = values_of(programs.late, 2, str(tmp_path / "saved"), 4.0)
+    places = [f"rank 1 at {what}" for what in ("TrainingState.save", "stats", "loading")]
+    for place in (*places, "at step of TinyGPT (model 1) and"):
+        assert any(line.startswith("rank 0 ") and place in line for line in first), (place, first)
+    where = "rank 1 is at step of TinyGPT (model 2) and waits for rank 0: rank 0 is at step of TinyGPT (model 1), since"
+    assert any(line.startswith(where) for line in second), second
+    assert all("only a notice" in line for line in first + second)
 
 
 def test_a_thread_that_waits_is_no_program_that_waits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deepoffload.ranks.long_waits import NOTICE_AFTER_S, LongWait
 from deepoffload.ranks.wait_times import NUDGE_AFTER_S, NUDGE_AFTER_S_MAX, Patience, WaitTimes
 
 
@@ -45,3 +46,14 @@ def test_each_nudge_comes_after_twice_as_long():
         due.append(patience.nudge_at)
         patience.nudged(patience.nudge_at)
     assert due == pytest.approx([5.1, 5.3, 5.7, 6.5])
+
+
+def test_a_long_wait_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are asked where they are before it."""
+    asked: list[float] = []
+    wait = LongWait(100.0)
+    for seconds in range(200):
+        wait.look(100.0 + seconds, lambda: asked.append(seconds), lambda: "rank 0 waits at step for rank 1", 600.0)  # noqa: B023
+    assert asked == [NOTICE_AFTER_S]
+    (said,) = caplog.messages
+    assert said.startswith("rank 0 waits at step for rank 1, since 32 s. This is only a notice")
