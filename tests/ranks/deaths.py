@@ -42,15 +42,17 @@ STOP_TOLD_WITHIN_S = 3.0
 SOON_S = 5.0
 LATE_S = 1.0
 """What a machine that has other things to do adds to each limit."""
-ENDS_WITHIN_S = 40.0
+ENDS_WITHIN_S = 90.0
+"""Also where the disk fails after many steps of 4 ranks."""
 KINDS = ("loader", "forward", "backward", "guess", "early", "save")
 """Of places."""
 UPDATE_S_SHARE = 0.02
 """An update inside backward, a guess too, is over so much sooner than what else a rank is at when it dies."""
 FIRST_CHUNK, CHUNKS_PER_PLACE = 400, 5
 """Of the swap file's chunks, the one that fails at place 0, and how many more come in the time of a place."""
-STACKS_AFTER_S = 30.0
-"""Who has not ended then prints where its threads are."""
+STACKS_AFTER_S = 85.0
+"""Who has not ended then prints where its threads are. That may crash a process whose threads run: not before the run
+has failed anyway."""
 STEPS = 400
 """More than any rank makes before one of them dies."""
 
