@@ -22,9 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.common.launch import start_ranks
+from benchmarks.end_to_end.disk import DiskRate
 from benchmarks.end_to_end.meter import MemoryWatch
 
 LIMIT_S = 900.0
+FILE_BYTES = 1 << 30
+"""Of each of two files with which the disk is measured before and after a row that moves bytes to it."""
 
 TUNED_NVME: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
 
@@ -168,6 +171,19 @@ def ratios(rounds: Sequence[dict[str, dict[str, Any]]], what: str) -> dict[str, 
     return found
 
 
+def of_bound(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Steps that move bytes to and from the disk, as parts of max(step in memory, bytes / mixed rate of the disk)."""
+    found = {}
+    for name in {name: None for one in rounds for name, row in one.items() if "disk_bytes_per_s" in row}:
+        values = []
+        for one in (one for one in rounds if name in one):
+            disk_s = one[name]["disk_bytes"] / one[name]["disk_bytes_per_s"]
+            in_memory_s = one["ours memory"]["seconds"] if "ours memory" in one else 0.0
+            values.append(one[name]["seconds"] / max(disk_s, in_memory_s))
+        found[name] = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    return found
+
+
 def measure(
     work: Work,
     *,
@@ -181,18 +197,27 @@ def measure(
     """All rows in turns, ``rounds`` times."""
     known = cases(host_budget)
     chosen = [name for name in (rows or known) if known[name].side != "deepspeed" or deepspeed_python]
+    on_disk = [name for name in chosen if known[name].side == "ours" and known[name].settings["disk"]]
     found: list[dict[str, dict[str, Any]]] = []
-    for number in range(rounds):
-        one: dict[str, dict[str, Any]] = {}
-        for name in [*chosen[number % len(chosen) :], *chosen[: number % len(chosen)]]:
-            one[name] = run(known[name], work, ranks, path, deepspeed_python)
-            print(
-                f"round {number + 1}/{rounds} {name:22} {one[name]['seconds']:7.2f} s  {one[name]['cpu_s']:7.2f} CPU s"
-                f"  {one[name]['peak_bytes'] / 1e9:6.2f} GB  {one[name]['disk_bytes'] / 1e9:6.2f} GB of disk",
-                file=sys.stderr,
-                flush=True,
-            )
-        found.append(one)
+    with ExitStack() as stack:
+        disk = stack.enter_context(DiskRate(path, fio=False, file_bytes=FILE_BYTES)) if on_disk else None
+        for number in range(rounds):
+            one: dict[str, dict[str, Any]] = {}
+            for name in [*chosen[number % len(chosen) :], *chosen[: number % len(chosen)]]:
+                measured = disk if name in on_disk else None
+                before = [] if measured is None else list(measured.measure().values())
+                one[name] = run(known[name], work, ranks, path, deepspeed_python)
+                if measured is not None:
+                    rates = max(before), max(measured.measure().values())
+                    one[name]["disk_bytes_per_s"] = statistics.harmonic_mean(rates)
+                print(
+                    f"round {number + 1}/{rounds} {name:22} {one[name]['seconds']:7.2f} s  "
+                    f"{one[name]['cpu_s']:7.2f} CPU s  {one[name]['peak_bytes'] / 1e9:6.2f} GB  "
+                    f"{one[name]['disk_bytes'] / 1e9:6.2f} GB of disk",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            found.append(one)
     return {
         "question": "How long is a step on several ranks, next to DDP, FSDP2 and DeepSpeed?",
         "work": work.__dict__ | {"ranks": ranks, "threads_per_rank": 1, "host_budget_nvme": host_budget},
@@ -200,5 +225,6 @@ def measure(
         "ratios": ratios(found, "seconds"),
         "cpu_ratios": ratios(found, "cpu_s"),
         "memory_ratios": ratios(found, "peak_bytes"),
+        "of_bound": of_bound(found),
         "rounds": found,
     }

@@ -106,16 +106,24 @@ def measure_rates(
     return spec if nvme_path is None else measure_disk(spec, nvme_path, progress, fresh=fresh)
 
 
-def measure_processor(spec: MachineSpec, nvme_path: str | None = None, progress: Report = silent) -> MachineSpec:
-    """``spec`` with the rates of processor and memory, and the fixed costs of a step."""
+def measure_processor(
+    spec: MachineSpec,
+    nvme_path: str | None = None,
+    progress: Report = silent,
+    meet: Callable[[], object] = lambda: None,
+) -> MachineSpec:
+    """``spec`` with the rates of processor and memory, and the fixed costs of a step.
+
+    ``meet``: waits for the other ranks of this host. A rank whose neighbours use the memory, too, gets less of it.
+    """
     progress("fixed costs of a step")
     fixed = measure_overheads(nvme_path)
     progress("processor and memory")
     return replace(
         spec,
-        flops_per_s=_matmul_rate(torch.bfloat16),
-        device_bytes_per_s=_copy_rate(),
-        host_bytes_per_s=update_rate(),
+        flops_per_s=_matmul_rate(torch.bfloat16, meet),
+        device_bytes_per_s=_copy_rate(meet),
+        host_bytes_per_s=update_rate(meet),
         visit_overhead_s=fixed.visit_s,
         landing_overhead_s=fixed.landing_s,
         piece_overhead_s=fixed.piece_s,
@@ -196,7 +204,7 @@ def process_bytes(libraries: Sequence[str] = (COMPILER,)) -> int:
     return int(done.stdout)
 
 
-def update_rate() -> float:
+def update_rate(meet: Callable[[], object] = lambda: None) -> float:
     """Bytes per second that the host update of bf16 weights touches (28 per parameter)."""
     n, threads = STREAM_NUMEL, torch.get_num_threads()
     weight, grad = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
@@ -218,22 +226,22 @@ def update_rate() -> float:
     def update() -> None:
         cpu_adam.adam_step([segment], [hyper], StateLayout.SPLIT_BF16, grad_factor=1.0, num_threads=threads)
 
-    return n * UPDATE_TOUCHES / median_seconds(update, REPEATS)
+    return n * UPDATE_TOUCHES / median_seconds(update, REPEATS, meet)
 
 
 UPDATE_TOUCHES = 26
 """Bytes that the update of one bf16 parameter reads and writes: weight, remainder and two moments, and the gradient."""
 
 
-def _matmul_rate(dtype: torch.dtype, tokens: int = 256, width: int = 1024) -> float:
+def _matmul_rate(dtype: torch.dtype, meet: Callable[[], object], tokens: int = 256, width: int = 1024) -> float:
     left, right = torch.ones(tokens, width, dtype=dtype), torch.ones(width, 4 * width, dtype=dtype)
-    return 2 * tokens * width * 4 * width / median_seconds(lambda: torch.mm(left, right), REPEATS)
+    return 2 * tokens * width * 4 * width / median_seconds(lambda: torch.mm(left, right), REPEATS, meet)
 
 
-def _copy_rate() -> float:
+def _copy_rate(meet: Callable[[], object]) -> float:
     source = torch.zeros(32 << 20, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    return 2 * source.numel() / median_seconds(lambda: target.copy_(source), REPEATS)
+    return 2 * source.numel() / median_seconds(lambda: target.copy_(source), REPEATS, meet)
 
 
 def measure_ops(run: DryRun, *, rounds: int = ROUNDS, progress: Report = silent) -> dict[Op, float]:

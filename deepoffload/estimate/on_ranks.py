@@ -103,7 +103,7 @@ class MeasuringRanks:
         if len(set(Counter(ranks.hosts).values())) > 1:
             raise UsageError("the hosts have different numbers of ranks: an estimate is for equal ones")
         self._meet("the processor")
-        found = measure.measure_processor(spec, path, progress)
+        found = measure.measure_processor(spec, path, progress, lambda: self._meet("processor and memory"))
         self._meet("the disk")
         if path is not None and self.is_first:
             found = measure.measure_disk(found, path, progress)

@@ -19,7 +19,7 @@ from deepoffload.schedule.cost_model import LinkRates
 
 SHARD_BYTES, WHOLE_BYTES_MAX = 8 << 20, 64 << 20
 """Of what is gathered: as much as a rank has of a layer, and no more than this in all."""
-REPEATS = 3
+REPEATS = 7
 WHAT = "a measurement of the link"
 
 
@@ -83,11 +83,14 @@ def _add_up(address: int, parts: list[Tensor], num_threads: int) -> None:
     )
 
 
-def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """What ``call`` usually takes. The first one does not count: it touches its memory for the first time."""
+def median_seconds(call: Callable[[], object], repeats: int, meet: Callable[[], object] = lambda: None) -> float:
+    """What ``call`` usually takes. The first one does not count: it touches its memory for the first time.
+
+    ``meet``: called before each, so that several ranks do it at the same time."""
     call()
     times = []
     for _ in range(repeats):
+        meet()
         begun = time.perf_counter()
         call()
         times.append(time.perf_counter() - begun)

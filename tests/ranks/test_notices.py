@@ -29,7 +29,7 @@ class Rounds:
     """Of a rank whose others are silent."""
 
     def __init__(self) -> None:
-        self.rank, self.said = 0, ""
+        self.rank, self.said, self.away = 0, "", None
 
     @contextmanager
     def judged(self) -> Any:
@@ -54,5 +54,5 @@ def test_the_limit_counts_from_the_last_thing_that_has_happened(timeout_s: float
     waiting = Notices(None, rounds, 2, lambda rank: False, timeout_s)  # type: ignore[arg-type]
     happens_at = 100.0 + 0.11
     with pytest.raises(RankError, match="has waited"), waiting.kept_together():
-        waiting._wait(lambda: False, "rank 1 at a save", lambda: clock.now >= happens_at, lambda: None)
+        waiting.wait(lambda: False, "rank 1 at a save", lambda: clock.now >= happens_at)
     assert timeout_s <= clock.now - happens_at < 1.15 * timeout_s + notices.LONGEST_POLL_S
