@@ -140,7 +140,12 @@ _OPTIMIZER = (
     honoured("optimizer.params.lr", number(0), "Learning rate; 1e-2 for Adagrad.", 1e-3),
     honoured("optimizer.params.betas", list_of(number(0, below=1), 2), "Decay of the two moments.", (0.9, 0.999)),
     honoured("optimizer.params.eps", number(0), "Term added to the denominator; 1e-10 for Adagrad.", 1e-8),
-    honoured("optimizer.params.weight_decay", number(0), "Weight decay.", 0.0),
+    honoured(
+        "optimizer.params.weight_decay",
+        number(0),
+        "Weight decay; `deepoffload.CPUAdamW` by itself has 0.01, as torch's.",
+        0.0,
+    ),
     honoured("optimizer.params.bias_correction", boolean(), "Correct the moments' bias.", True),
     honoured(
         "optimizer.params.adam_w_mode",

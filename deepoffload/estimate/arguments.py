@@ -143,8 +143,9 @@ def _check(options: argparse.Namespace) -> None:
     for name, unsaid in _OF_TRAINING.items() if options.inference else ():
         if getattr(options, name) != unsaid:
             raise ConfigError(f"--{name.replace('_', '-')} is about training: leave it or --inference out")
-    if options.order and options.accumulation == 1:
-        raise ConfigError("--order is that of several micro-batches: say --accumulation N, or leave it out")
+    if options.accumulation == 1 and (options.order or options.activations != "auto"):
+        name = "--order" if options.order else "--activations"
+        raise ConfigError(f"{name} is that of several micro-batches: say --accumulation N, or leave it out")
     if options.ranks and (options.inference or options.deepspeed):
         raise ConfigError(
             f"--ranks is about training: leave it or --{'inference' if options.inference else 'deepspeed'} out"

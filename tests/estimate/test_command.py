@@ -269,6 +269,7 @@ def test_the_largest_model_fits_and_more_memory_gives_a_larger_one():
         ([*SMALL, "--ranks", "2", "--deepspeed"], "--deepspeed"),
         ([*SMALL, "--ranks", "1e9"], "--ranks 1000000000"),
         ([*SMALL, "--inference", "--order", "vertical"], "--order is about training"),
+        ([*SMALL, "--activations", "recompute"], "--activations is that of several micro-batches"),
         ([*SMALL, "--inference", "--accumulation", "4"], "--accumulation is about training"),
         ([*SMALL, "--inference", "--step-overlap", "none"], "--step-overlap is about training"),
         ([*SMALL, "--machine", "a", "--measure", "b"], "--measure"),
