@@ -84,7 +84,7 @@ class RankGroup:
                 group_desc=f"deepoffload {purpose}",
             )
             if self._private:
-                # A rank that closes at once what it has made would end the connecting of the others.
+                # All have connected: a rank that closes the new group at once ends nobody's connecting.
                 dist.barrier(self._control)
         except RuntimeError as error:
             raise RankError(

@@ -1,5 +1,8 @@
-"""A line in the log where a program waits long for other ranks. Those of a program with several threads may wait for
-each other, and nobody can tell that from ranks that are slow before ``ranks.timeout_s`` is over."""
+"""A line in the log where a program waits long for other ranks.
+
+Ranks whose programs have several threads may wait for each other. Until ``ranks.timeout_s`` is over, that looks like
+ranks that are slow.
+"""
 
 from __future__ import annotations
 
