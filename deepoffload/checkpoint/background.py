@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import threading
 import time
-import weakref
+from collections.abc import Callable
+from functools import partial
 
 from deepoffload.checkpoint.arguments import checked_timeout
-from deepoffload.checkpoint.copying import Copying
 from deepoffload.checkpoint.saving import Save
 from deepoffload.errors import ClosedError, IoTimeout
 
@@ -91,8 +93,9 @@ class SaveHandle:
 def start(save: Save) -> SaveHandle:
     """Run a save whose blocks are frozen in a thread. The process does not end before it, unless it is interrupted."""
     handle = SaveHandle(save)
-    thread = threading.Thread(target=_run, args=(save, handle), name=THREAD_NAME, daemon=False)
-    weakref.finalize(handle, _give_up, save.copying, handle._ended, os.getpid())
+    give_up = partial(_give_up, handle)
+    thread = threading.Thread(target=_run, args=(save, handle, give_up), name=THREAD_NAME, daemon=False)
+    atexit.register(give_up)  # after the engine's: called before that closes
     save.copying.thread = thread
     thread.start()
     return handle
@@ -107,7 +110,7 @@ def finish(save: Save) -> SaveHandle:
     return handle
 
 
-def _run(save: Save, handle: SaveHandle) -> None:
+def _run(save: Save, handle: SaveHandle, give_up: Callable[[], None]) -> None:
     try:
         with save.in_background():
             save.run()
@@ -117,10 +120,24 @@ def _run(save: Save, handle: SaveHandle) -> None:
         log.error(text, save.folder, error)
     finally:
         handle._ended.set()
+        atexit.unregister(give_up)
 
 
-def _give_up(copying: Copying, ended: threading.Event, process: int) -> None:
-    """At the end of a process that did not wait for its threads (Ctrl-C at its end): nothing is left behind."""
-    if os.getpid() == process and not ended.is_set():
-        copying.failed(ClosedError("the process ended before the checkpoint was complete"))
-        ended.wait(EXIT_LIMIT_S)
+def _give_up(handle: SaveHandle) -> None:
+    """At the end of a process, which waits for its threads first: where one still saves, Ctrl-C has ended that wait.
+    Nothing is left behind, and the process does not end as if all were well."""
+    if os.getpid() == handle._process and not handle.done():
+        handle._copying.failed(ClosedError("the end of the process waited for it, and was interrupted (Ctrl-C)"))
+        if not handle._ended.wait(EXIT_LIMIT_S) or handle.error is not None:
+            _end_as_interrupted()
+
+
+def _end_as_interrupted() -> None:
+    """Have the process end as one that Ctrl-C has ended: by SIGINT, which a shell shows as status 130.
+
+    Python prints a KeyboardInterrupt that ends the wait for threads, and forgets it: the status would be 0. CPython
+    remembers one that ends code given as text (``unhandled_keyboard_interrupt`` in Python/pythonrun.c), and asks for
+    it when all is over (Modules/main.c), so that functions of :mod:`atexit` run as ever.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")

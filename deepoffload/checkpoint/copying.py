@@ -155,6 +155,10 @@ class Copying:
                 self._files.wait_for_room(alone=self.is_hurried())
             if not any(snapshot.step() for snapshot in self._snapshots) and self._error is None:
                 self._wait_for_more()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what :meth:`failed` was told, also when all was copied before it was."""
         if self._error is not None:
             raise self._error
 
@@ -174,7 +178,7 @@ class Copying:
     # -- what the snapshots ask (SnapshotOwner) --------------------------------------------------------------------
 
     def failed(self, error: Exception) -> None:
-        """The rest is not copied: :meth:`run` raises this error."""
+        """The rest is not copied: :meth:`run` or :meth:`raise_failure` raises this error."""
         self._error = self._error or error
         self._woken.set()
 

@@ -219,6 +219,7 @@ class Save:
         records: dict[str, Mapping[str, TensorRecord]] = {file.name: file.records() for file in self._planned}
         manifest = Manifest(self.step, time.time_ns(), written_by(), {**sums, **small}, records)
         write_small_file(os.path.join(self._staged, MANIFEST_NAME), manifest_text(manifest))
+        self.copying.raise_failure()
         publish_tag(self._staged, self._directory, self._tag, update_latest=self._update_latest)
         if self._progress is not None:
             self._progress.done()
