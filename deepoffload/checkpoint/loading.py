@@ -65,14 +65,19 @@ class Wanted:
     custom_load: CustomLoad | None = None
     remedies: Remedies = OF_LOAD
 
+    @property
+    def switches(self) -> dict[str, bool]:
+        """By the names that calls have for them."""
+        return {
+            "load_module_strict": self.strict,
+            "load_optimizer_states": self.optimizer,
+            "load_lr_scheduler_states": self.schedule,
+            "load_module_only": self.weights_only,
+        }
+
     def __post_init__(self) -> None:
         """Raises UsageError: a switch is neither True nor False, or ``custom_load`` cannot be called as it will be."""
-        check_switches(
-            load_module_strict=self.strict,
-            load_optimizer_states=self.optimizer,
-            load_lr_scheduler_states=self.schedule,
-            load_module_only=self.weights_only,
-        )
+        check_switches(**self.switches)
         if self.custom_load is None:
             return
         try:

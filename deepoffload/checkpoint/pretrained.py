@@ -14,7 +14,7 @@ from deepoffload.checkpoint.directory import prepare, publish, staging, sync_fil
 from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.ranks_saving import RankWriter, shared_directory
 from deepoffload.checkpoint.safetensors_file import failure, write_file
-from deepoffload.checkpoint.several_ranks import Alive, all_ranks, link_of, on_rank_0
+from deepoffload.checkpoint.several_ranks import Alive, all_ranks, link_of, on_rank_0, same_arguments
 from deepoffload.checkpoint.shards import INDEX_NAME, shard_bytes, split
 from deepoffload.checkpoint.tags import checked_directory
 from deepoffload.checkpoint.weights import HasModule, WeightOpener, plan_weights, unwrapped
@@ -136,6 +136,7 @@ def _write_together(
     task: JointTask, stack: ExitStack, module: nn.Module, directory: str | os.PathLike[str], size_bytes: int
 ) -> None:
     save = _Save(module, directory, size_bytes)
+    same_arguments(task, directory=save.target, max_shard_size=size_bytes)
     staged = stack.enter_context(save.staging()) if task.rank == 0 else None
     shared = shared_directory(task, staged)
     if staged is not None:

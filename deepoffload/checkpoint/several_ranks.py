@@ -16,6 +16,7 @@ from deepoffload.errors import UsageError
 from deepoffload.optim.optimizer_parts import pagers_of
 from deepoffload.params.ports import RankPort
 from deepoffload.ranks.joint_task import JointTask
+from deepoffload.ranks.words import ranks_in_words
 
 log = logging.getLogger("deepoffload")
 
@@ -78,6 +79,25 @@ def of_rank_0(task: JointTask | None, mine: Any) -> Any:
     return mine if task is None else task.gather(mine if task.rank == 0 else None)[0]
 
 
+def same_arguments(task: JointTask | None, **given: object) -> None:
+    """Compare what each rank's call was given.
+
+    Raises:
+        UsageError: on all ranks, where something differs; nothing has been written. Names what, and the ranks.
+    """
+    if task is None:
+        return
+    found = task.gather(given)
+    for name in given:
+        values = [said[name] for said in found]
+        if any(value != values[0] for value in values):
+            ranks_with = {repr(one): [rank for rank, other in enumerate(values) if other == one] for one in values}
+            said = ", ".join(f"{name}={value} on {ranks_in_words(ranks)}" for value, ranks in ranks_with.items())
+            task.refuse(
+                UsageError(f"ranks call {task.what} with {said}: they do it together, so give the same on all of them")
+            )
+
+
 def tag_of_all(task: JointTask | None, mine: str, where_they_differ: str) -> str:
     """The tag of a checkpoint that all ranks save: rank 0's.
 
@@ -94,7 +114,7 @@ def tag_of_all(task: JointTask | None, mine: str, where_they_differ: str) -> str
         given = ", ".join(f"{tag!r} on rank {rank}" for rank, tag in enumerate(tags))
         text = f"ranks give different tags for one checkpoint: {given}"
         if where_they_differ == "Fail":
-            raise UsageError(f"{text} (checkpoint.tag_validation is Fail)")
+            task.refuse(UsageError(f"{text}: give the same on all of them"))
         log.warning("%s; it gets rank 0's", text)
     return str(tags[0])
 
@@ -107,9 +127,11 @@ def refuse_other_plans(task: JointTask, planned: Sequence[PlannedFile]) -> None:
     found = task.gather(digest.hexdigest())
     other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
     if other is not None:
-        raise UsageError(
-            f"rank {other} would save other tensors than rank 0: build the model and its optimizer in the same way on "
-            "all ranks, and save with the same arguments"
+        task.refuse(
+            UsageError(
+                f"rank {other} would save other tensors than rank 0: build the model and its optimizer in the same "
+                "way on all ranks, and save with the same arguments"
+            )
         )
 
 

@@ -28,7 +28,7 @@ from deepoffload.checkpoint.progress import Progress
 from deepoffload.checkpoint.random_states import checked_random_states, restore_random_states
 from deepoffload.checkpoint.remedies import Remedies
 from deepoffload.checkpoint.saving import SHARD_BYTES, Content, Save, choose_weight_plan
-from deepoffload.checkpoint.several_ranks import all_ranks, meet, of_rank_0, tag_of_all
+from deepoffload.checkpoint.several_ranks import all_ranks, meet, of_rank_0, same_arguments, tag_of_all
 from deepoffload.checkpoint.source import TrainingSource, open_checkpoint
 from deepoffload.checkpoint.state_files import held_arrays, of_all, plan_state
 from deepoffload.checkpoint.tags import checked_directory, checked_tag, folder_to_load, lacking_in
@@ -155,7 +155,7 @@ class TrainingState(DurableRun):
             IoFailure: no room on the disk, or a transfer failed. Earlier checkpoints are as they were in all of these.
             Also what the save before failed with, if it was one without ``wait`` and its handle has not raised it.
         """
-        handle = self.save_as(directory, tag, keep_last=keep_last, wait=wait)
+        handle = self.save_as(directory, tag, keep_last=keep_last, other_tags="Fail", wait=wait)
         return handle.folder if wait else handle
 
     def load(
@@ -216,8 +216,10 @@ class TrainingState(DurableRun):
                 check_switches(wait=wait)
                 check_keep_last(keep_last)
                 step = self.step if step is None else step
-                name = tag_of_all(task, checked_tag(f"global_step{step}" if tag is None else tag), other_tags)
-                target = checked_directory(directory)
+                name, target = checked_tag(f"global_step{step}" if tag is None else tag), checked_directory(directory)
+                given = {"save_latest": update_latest, "exclude_frozen_parameters": leave_out_frozen}
+                same_arguments(task, directory=target, keep_last=keep_last, wait=wait, **given)
+                name = tag_of_all(task, name, other_tags)
                 calls.enter_context(self._alone("save"))
                 calls.enter_context(torch.no_grad())
                 self._end_running()
@@ -284,6 +286,7 @@ class TrainingState(DurableRun):
         """:meth:`load`, or None where no tag is said and there is no ``latest``."""
         with all_ranks(self._module, "TrainingState.load") as task, self._alone("load"):
             target = checked_directory(directory)
+            same_arguments(task, directory=target, tag=None if tag is None else str(tag), **wanted.switches)
             self._end_running()
             pagers = self._ready("load", also_half_loaded=True)
             folder = of_rank_0(task, folder_to_load(target, tag))
@@ -298,6 +301,7 @@ class TrainingState(DurableRun):
     def load_source(self, source: TrainingSource, wanted: Wanted) -> LoadedCheckpoint:
         """:meth:`load` of what is open already: a checkpoint of another library."""
         with all_ranks(self._module, "TrainingState.load") as task, self._alone("load"):
+            same_arguments(task, folder=source.folder, **wanted.switches)
             self._end_running()
             return self._take_over(source, self._ready("load", also_half_loaded=True), wanted, task)
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from deepoffload.errors import DeepOffloadError, UsageError
 from deepoffload.ranks.leaving import telling_end_of_process
@@ -121,6 +121,11 @@ class JointTask:
         """This rank reads nothing more of it. Idempotent."""
         self._tasks.ended(self._number)
 
+    def refuse(self, error: BaseException) -> NoReturn:
+        """Raise what every rank raises by itself, as all know the same: nobody is told."""
+        self._failure = error
+        raise error
+
     def _shared(self) -> Iterator[JointTask]:
         try:
             yield self
@@ -195,14 +200,14 @@ class JointTask:
     def _check(self, rank: int, said: _Message) -> None:
         """Raise what a rank has failed with, and where it is at something else."""
         if said.error is not None:
-            self._failure = self._failed(rank, said)
-            raise self._failure
+            self.refuse(self._failed(rank, said))
         if said.task != self.what:
-            self._failure = UsageError(
-                f"rank {rank} is at {said.task}, and rank {self.rank} at {self.what}: all ranks make the same calls, "
-                "in the same order"
+            self.refuse(
+                UsageError(
+                    f"rank {rank} is at {said.task}, and rank {self.rank} at {self.what}: all ranks make the same "
+                    "calls, in the same order"
+                )
             )
-            raise self._failure
 
     @staticmethod
     def _failed(rank: int, said: _Message) -> DeepOffloadError:

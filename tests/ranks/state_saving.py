@@ -133,7 +133,12 @@ def save_twice_where_one_fails(path: str) -> list[str]:
         calls: list[Callable[[], Any]] = [
             lambda: state.save(path, tag="second" if rank() == 0 else "with/slash"),
             lambda: state.save(path) if rank() == 0 else state.load(path),
-            lambda: state.load(path, tag="global_step1" if rank() == 0 else "nothing"),
+            lambda: state.load(path, tag="nothing"),
+            lambda: state.save(path if rank() == 0 else f"{path} of rank 1", wait=False),
+            lambda: state.save(path, tag="one" if rank() == 0 else "another"),
+            lambda: state.save(path, wait=rank() == 0),
+            lambda: state.load(path, load_optimizer_states=rank() == 0),
+            lambda: deepoffload.save_pretrained(model, path if rank() == 0 else f"{path} of rank 1"),
         ]
         for call in calls:
             try:

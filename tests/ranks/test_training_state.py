@@ -104,7 +104,19 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_training_goes_on(tmp_path: 
     assert first[0] == f"UsageError: rank 1 has failed at TrainingState.save: {second[0].removeprefix('UsageError: ')}"
     assert "rank 1 is at TrainingState.load, and rank 0 at TrainingState.save" in first[1]
     assert "rank 0 is at TrainingState.save, and rank 1 at TrainingState.load" in second[1]
-    assert "rank 1 has failed at TrainingState.load: there is no checkpoint 'nothing'" in first[2]
+    assert "there is no checkpoint 'nothing'" in first[2] and "there is no checkpoint 'nothing'" in second[2]
+    for call, arguments in enumerate(
+        [
+            f"TrainingState.save with directory='{tmp_path}' on rank 0, directory='{tmp_path} of rank 1' on rank 1",
+            "ranks give different tags for one checkpoint: 'one' on rank 0, 'another' on rank 1",
+            "TrainingState.save with wait=True on rank 0, wait=False on rank 1",
+            "TrainingState.load with load_optimizer_states=True on rank 0, load_optimizer_states=False on rank 1",
+            f"save_pretrained with directory='{tmp_path}' on rank 0, directory='{tmp_path} of rank 1' on rank 1",
+        ],
+        3,
+    ):
+        assert first[call] == second[call] and first[call].startswith("UsageError: "), (first[call], second[call])
+        assert arguments in first[call], first[call]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "global_step2", "latest"]
 
 
