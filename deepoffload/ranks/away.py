@@ -12,6 +12,7 @@ it in two rounds.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -25,6 +26,9 @@ from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
 from deepoffload.ranks.rounds import NOTHING, Want, WantKind
 from deepoffload.ranks.words import OUTSIDE, ranks_in_words
+
+APART = "ranks wait for each other at different calls, and all ranks make the same calls, in the same order"
+"""What has happened. Where each of them is follows it."""
 
 
 class Away:
@@ -89,6 +93,14 @@ class Away:
             number = self._runner.rounds.counts.rounds
         self._nudge(self._rank, number)
 
+    def is_enough(self, until_s: float) -> bool:
+        """Whether a wait for launches, that may take until then, is over: others that wait for this rank outside of
+        rounds, at a save for example, announce nothing before. To be called with the lock held."""
+        if until_s == math.inf:
+            return False
+        away = [(rank, want) for rank, want in enumerate(self._runner.unmet) if want.kind is WantKind.AWAY]
+        return time.monotonic() >= until_s or any(r != self._rank and self._needs_us(r, want) for r, want in away)
+
     def is_of_program(self) -> bool:
         """Whether the thread that calls this is the one that trains, as far as it is known."""
         if self._trains_in is None:
@@ -115,7 +127,7 @@ class Away:
         again = [rank for rank, (_, first) in self._stays.items() if number > first]
         never = sorted(set(again).intersection(missing())) if again else []
         if never:
-            raise self._end_all(self._cause(never))
+            raise self._end_all(APART)
         self._nudge(self._rank, number)
         here = dict(enumerate(wants)) if self._rank < len(wants) and wants[self._rank] == self.want else {}
         self._look_elsewhere(
@@ -201,14 +213,6 @@ class Away:
         if want.kind is WantKind.AWAY:
             return want.content != self.want.content and want.unit in (0, 1 + self._rank)
         return want.stays and self._runner.rounds.needs(rank, want, self._rank)
-
-    def _cause(self, others: Sequence[int]) -> str:
-        who = ranks_in_words(others)
-        verb = "waits" if len(others) == 1 else "wait"
-        return (
-            f"rank {self._rank} waits for {who} at {self.what}, and {who} {verb} for rank {self._rank} elsewhere: all "
-            "ranks make the same calls, in the same order"
-        )
 
 
 def _where(said: Want | None, long: Sequence[str], at: Callable[[Want], str]) -> str:

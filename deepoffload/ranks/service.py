@@ -165,11 +165,11 @@ class RoundService:
 
     def wait_launched(self, want: Want, limit_s: float = math.inf) -> bool:
         """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
-        when about ``limit_s`` are over. Returns whether it has been launched."""
+        when about ``limit_s`` are over, or would be in vain. Returns whether it has been launched."""
         lasts = limit_s == math.inf and self.away.is_of_program()
         rest = Want(WantKind.WAIT, 1 + want.unit if lasts else 0) if want.kind in PARTS else None
         until, rounds = time.monotonic() + limit_s, self._runner.rounds
-        self._until(lambda: not rounds.is_pending(want) or time.monotonic() >= until, want, rest)
+        self._until(lambda: not rounds.is_pending(want) or self.away.is_enough(until), want, rest)
         with self._lock:
             return not rounds.is_pending(want)
 

@@ -18,6 +18,7 @@ import deepoffload
 from deepoffload import CPUAdamW
 from deepoffload.deepspeed.utils.fp32_access import safe_set_full_optimizer_state
 from deepoffload.errors import DeepOffloadError
+from deepoffload.optim import contributions
 from deepoffload.ranks import long_waits
 from deepoffload.runtime.context import engine_of
 from tests.ranks.saving import built, train
@@ -84,6 +85,7 @@ Call = Callable[[nn.Module, Any, str], None]
 
 def apart(calls: dict[int, Call], others: Call, path: str) -> tuple[str, float]:
     """The ranks in ``calls`` make these, the others something else. Returns what is raised, and after how long."""
+    contributions.WAIT_S = LONG_S  # a gradient does not wait in its slot for ranks that wait for this one
     with built(CONFIG) as model:
         optimizer = CPUAdamW(model.parameters(), lr=1e-2)
         train(model, optimizer, range(2))
