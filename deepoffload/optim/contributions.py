@@ -300,7 +300,7 @@ class Contributions:
         while not self._slots.free_scratch:
             self._land_first()
         scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
-        what, memory = f"gradients of {plan.unit.name}", None if given is None else given.memory
+        what, memory = f"gradients of layer '{plan.unit.name}'", None if given is None else given.memory
         flight = self._link.exchange.send_parts(memory, reduction, scratch, what)
         self._reducing.append(reducing := Reducing(self.land_through, plan, flight, given, scratch))
         reducing.is_partial = is_partial

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from deepoffload.ranks.edited import Edited
 from deepoffload.ranks.rounds import ENDS, Want, WantKind
-from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
+from deepoffload.ranks.words import Whereabouts, at, ranks_in_words, tensor_in_words
 
 
 class PeersApartError(RuntimeError):
@@ -47,9 +47,9 @@ def differing_values(name: str, values: Sequence[object]) -> str:
     (right, _), *_ = Counter(values).most_common(1)
     others = [rank for rank, value in enumerate(values) if value != right]
     return (
-        f"{name} was given other values on {ranks_in_words(others)} than on {ranks_in_words([values.index(right)])}. "
-        "Each rank keeps its part of what it writes, so all ranks have to write the same: seed the random numbers "
-        "alike, broadcast the values from one rank, or average them before"
+        f"{tensor_in_words(name)} was given other values on {ranks_in_words(others)} than on "
+        f"{ranks_in_words([values.index(right)])}. Each rank keeps its part of what it writes, so all ranks have to "
+        "write the same: seed the random numbers alike, broadcast the values from one rank, or average them before"
     )
 
 

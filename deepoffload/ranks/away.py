@@ -25,7 +25,7 @@ from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
 from deepoffload.ranks.rounds import NOTHING, Want, WantKind
-from deepoffload.ranks.words import OUTSIDE, ranks_in_words
+from deepoffload.ranks.words import OUTSIDE, ranks_in_words, where_in_words
 
 APART = "ranks wait for each other at different calls, and all ranks make the same calls, in the same order"
 """What has happened. Where each of them is follows it."""
@@ -52,7 +52,7 @@ class Away:
         runner: RoundRunner,
         lock: AbstractContextManager[Any],
         nudge: Callable[[int, int], object],
-        end_all: Callable[[str], RankError],
+        end_all: Callable[..., RankError],
         elsewhere: WaitsAcrossModels | None = None,
     ) -> None:
         self.want = NOTHING
@@ -187,24 +187,26 @@ class Away:
             self._nudge(rank, number)
 
     def _in_words(self, place: str, at: Callable[[Want], str]) -> str:
-        """Who waits where for whom, as far as it is known."""
+        """Who waits where for whom, as far as it is known. Empty where a lower rank waits at the same, and says so."""
         with self._lock:
             wants, said = dict(enumerate(self._runner.unmet)), self._runner.said
         if wants.get(self._rank) != said:
             wants = {}  # they are of before
         long = {} if self._elsewhere is None else self._elsewhere.long_waits()
         others = [rank for rank in self._others if rank not in wants or wants[rank].kind is not said.kind]
-        where = [f"rank {rank} {_where(wants.get(rank), long.get(rank, []), at)}" for rank in others or self._others]
-        return (
-            f"rank {self._rank} is {place} and waits for {ranks_in_words(others or self._others)}: {', '.join(where)}"
-        )
+        others = others or self._others
+        together = [rank for rank in range(len(self._others) + 1) if rank not in others]
+        if self._rank > together[0]:
+            return ""
+        where = {rank: _where(wants.get(rank), long.get(rank, []), at) for rank in others}
+        return f"{ranks_in_words(together)} {'wait' if together[1:] else 'waits'} {place}, {where_in_words(where)}"
 
     def _look_elsewhere(self, what: str, number: int, needed: Mapping[int, Want]) -> None:
         if self._elsewhere is None:
             return
         cause = self._elsewhere.look_around(what, number, needed)
         if cause is not None:
-            raise self._end_all(cause)
+            raise self._end_all(cause, says_where=True)
         if self._elsewhere.watches:
             for rank in self._others:
                 self._nudge(rank, number)
@@ -218,8 +220,8 @@ class Away:
 def _where(said: Want | None, long: Sequence[str], at: Callable[[Want], str]) -> str:
     """What is known of a rank that is waited for. ``long``: its waits in calls of other models."""
     if long:
-        return f"is {' and '.join(long)}"
+        return " and ".join(long)
     if said is None:
-        return "has not answered"
+        return "not answering"
     place = at(said)
-    return f"is {'computing or waiting ' if place == OUTSIDE else ''}{place}"
+    return f"computing, or waiting {place}" if place == OUTSIDE else place

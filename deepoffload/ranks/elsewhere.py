@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.rounds import NOTHING, Want, WantKind
+from deepoffload.ranks.words import where_in_words
 
 LOOK_S = 1.0
 """How often a wait looks around."""
@@ -184,7 +185,8 @@ class WaitsAcrossModels:
             self._seen[rank] = there, first
             wait = self._wait_of(rank) if number > first else None
             if wait is not None and wait["number"] == there and [self._rank, own] in wait["sees"]:
-                cause = _cause({self._rank: what, rank: wait["what"]})
+                others = {other: at["what"] for other in self._others if (at := self._wait_of(other)) is not None}
+                cause = _cause({**others, self._rank: what})
                 self._tell(cause, rank, there)
                 return cause
         return None
@@ -237,8 +239,7 @@ def _is_all_of_program() -> bool:
 
 
 def _cause(places: dict[int, str]) -> str:
-    (first, at_first), (second, at_second) = sorted(places.items())
     return (
-        f"rank {first} is {at_first} and waits for rank {second}, and rank {second} is {at_second} and waits for "
-        f"rank {first}, so neither goes on: let all ranks make the same calls of both models, in the same order"
+        f"{where_in_words(places)}: they wait for each other, so none goes on. Let all ranks make the same calls of "
+        "all models, in the same order"
     )

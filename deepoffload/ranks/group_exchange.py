@@ -13,6 +13,7 @@ from deepoffload.ranks import collectives
 from deepoffload.ranks.collectives import as_bytes
 from deepoffload.ranks.exchange import Exchange, Flight, PartsFlight, Reduction, chunk_ranges, group_scratch_bytes
 from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.words import layer_in_words
 
 SPARE_S = 60.0
 """torch's limit for a collective is longer than ours by this: our waits end first, and say who waits for what."""
@@ -91,7 +92,7 @@ class GroupExchange(Exchange):
         if whole is not None:
             self.gather_bytes += ours.numel() * (self.ranks.world_size - 1)
         self._remember(works)
-        return _CollectiveFlight(self, works, (shard, whole), f"rank {rank} at gather of {what}")
+        return _CollectiveFlight(self, works, (shard, whole), f"rank {rank} at gather of {layer_in_words(what)}")
 
     def send_parts(self, contribution: Tensor | None, reduction: Reduction, scratch: Tensor, what: str) -> PartsFlight:
         self._check_parts(contribution, reduction, scratch, what)
@@ -108,7 +109,9 @@ class GroupExchange(Exchange):
         self.part_bytes += part_bytes * sum(rank != self.ranks.rank for rank in contributors)
         self._remember([work])
         parts = received.view(reduction.element_type).view(len(contributors), reduction.shard_numel)
-        return _CollectiveParts(self, work, sent, received, parts, f"rank {self.ranks.rank} at reduction of {what}")
+        return _CollectiveParts(
+            self, work, sent, received, parts, f"rank {self.ranks.rank} at reduction of {layer_in_words(what)}"
+        )
 
     def scratch_bytes(self, reduction: Reduction) -> int:
         return group_scratch_bytes(reduction)

@@ -38,7 +38,7 @@ class LongWait:
 
         Args:
             ask: the others where they are. Called before.
-            text: where which rank waits, and for whom.
+            text: where which rank waits, and for whom; empty where another rank says that.
             timeout_s: after that the wait ends with an error.
         """
         if self._is_over or now < self._next_s:
@@ -48,12 +48,11 @@ class LongWait:
             ask()
             return
         self._is_over = True
-        log.warning(
-            "%s, since %.0f s. This is only a notice, and the only one of this wait: ranks that compute are waited "
-            "for. Where they wait for this one, in another thread or at another call, no rank goes on: it is an error "
-            "after %g s in which nothing happens (ranks.timeout_s), and all ranks have to make the same calls, in the "
-            "same order, in each thread",
-            text(),
-            now - self._started,
-            timeout_s,
-        )
+        if said := text():
+            log.warning(
+                "%s, for %.0f s so far (only a notice: who computes is waited for. It is an error after %g s in which "
+                "nothing happens, ranks.timeout_s)",
+                said,
+                now - self._started,
+                timeout_s,
+            )

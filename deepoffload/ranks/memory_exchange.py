@@ -32,6 +32,7 @@ from deepoffload.ranks.exchange import (
 )
 from deepoffload.ranks.neighbour import Neighbours, failure
 from deepoffload.ranks.places import RankMap
+from deepoffload.ranks.words import layer_in_words
 
 WAIT_SLICE_S = 1.0
 """A wait returns to Python this often, so that Ctrl-C is heard."""
@@ -242,7 +243,9 @@ class MemoryExchange(Exchange):
         self._check_gather(shard, whole, what, takers)
         number = self._next_number()
         self.neighbours.board.offer(number, shard.data_ptr(), shard.numel() * shard.element_size())
-        flight = _MemoryGather(self, number, shard, whole, f"rank {self.ranks.rank} at gather of {what}")
+        flight = _MemoryGather(
+            self, number, shard, whole, f"rank {self.ranks.rank} at gather of {layer_in_words(what)}"
+        )
         self._open.append(flight)
         return flight
 
@@ -252,7 +255,7 @@ class MemoryExchange(Exchange):
         if contribution is not None:
             nbytes = reduction.part_bytes * self.ranks.world_size
             self.neighbours.board.offer(number, contribution.data_ptr(), nbytes)
-        waiting = f"rank {self.ranks.rank} at reduction of {what}"
+        waiting = f"rank {self.ranks.rank} at reduction of {layer_in_words(what)}"
         flight = _MemoryParts(self, number, contribution, reduction, scratch, waiting)
         self._open.append(flight)
         return flight

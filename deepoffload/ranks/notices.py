@@ -19,6 +19,7 @@ from deepoffload.ranks.collectives import LinkError, first_line
 from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.service import RoundService
+from deepoffload.ranks.words import ranks_in_words
 
 POLL_S = 0.001
 """How soon a wait looks first. It looks less often as it gets longer."""
@@ -177,13 +178,30 @@ class Notices:
         """
         away = self.rounds.away
         if missing is None or not away.is_of_program():
-            self._wait(over, what, progress, lambda: None)
+            self._wait(over, what, progress, lambda: None, missing)
         else:
             with away.waits(missing.at, missing.key, missing.by):
-                self._wait(over, what, progress, lambda: away.look_around(missing.ranks))
+                self._wait(over, what, progress, lambda: away.look_around(missing.ranks), missing)
+
+    def _in_words(self, what: str, missing: Missing | None) -> str:
+        """Who waits for whom. Empty where a lower rank waits for the same, and says so."""
+        here, late = [self.rounds.rank], [] if missing is None else missing.ranks()
+        if missing is not None and missing.by is None:
+            here = [rank for rank in range(self._world_size) if rank not in late]
+        if missing is None or not late:
+            return f"rank {self.rounds.rank} waits for {what}"
+        if here[0] < self.rounds.rank:
+            return ""
+        waits = "wait" if here[1:] else "waits"
+        return f"{ranks_in_words(here)} {waits} at {missing.at} for {ranks_in_words(sorted(late))}"
 
     def _wait(
-        self, over: Callable[[], bool], what: str, progress: Callable[[], int], look_around: Callable[[], None]
+        self,
+        over: Callable[[], bool],
+        what: str,
+        progress: Callable[[], int],
+        look_around: Callable[[], None],
+        missing: Missing | None,
     ) -> None:
         heard = looked = time.monotonic()
         seen, pause_s, long = progress(), POLL_S, LongWait(heard)
@@ -192,7 +210,7 @@ class Notices:
             now = time.monotonic()
             if now - looked >= look_s:
                 looked = now
-                long.look(now, lambda: None, lambda: f"rank {self.rounds.rank} waits for {what}", self._timeout_s)
+                long.look(now, lambda: None, lambda: self._in_words(what, missing), self._timeout_s)
                 self._look_after()
                 look_around()
                 if (said := progress()) != seen:

@@ -57,11 +57,12 @@ class RollCall:
             return self._store.compare_set(_VERDICT, "", text).decode()
         return text
 
-    def inquire(self, here: Whereabouts, cause: str) -> str:
+    def inquire(self, here: Whereabouts, cause: str, *, says_where: bool = False) -> str:
         """Find out who is there, and judge.
 
         Args:
             cause: what this rank has met, for the case in which everybody answers.
+            says_where: it names the places of the ranks itself.
         """
         until = time.monotonic() + ANSWER_WITHIN_S
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -79,7 +80,7 @@ class RollCall:
                 gone.append(rank)
             elif rank not in gone and not self._is_alive(rank):
                 silent.append(rank)
-        return self.judge(_text(gone, silent, known, cause))
+        return self.judge(cause if says_where and not gone and not silent else _text(gone, silent, known, cause))
 
     def _whereabouts(self, rank: int, until: float) -> Whereabouts | None:
         """What another rank answers; None when it does not, or has gone. Its connection may end later than what was

@@ -395,9 +395,9 @@ class RoundService:
             self._give_up(verdict)
 
     # -- when something is wrong ------------------------------------------------------------------------------------
-    def end_all(self, cause: str) -> RankError:
-        """Find out where all ranks are, and let all raise that, and ``cause``. Returns the error."""
-        return self._give_up(self._roll_call.inquire(self._here(), cause))
+    def end_all(self, cause: str, *, says_where: bool = False) -> RankError:
+        """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error."""
+        return self._give_up(self._roll_call.inquire(self._here(), cause, says_where=says_where))
 
     def check(self) -> None:
         """Raise what has failed before, if anything has."""

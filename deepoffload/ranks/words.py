@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepoffload.ranks.rounds import NAMED, Want, WantKind
@@ -20,16 +20,44 @@ _AT = {
 
 
 def at(want: Want, name_of: Callable[[Want], str]) -> str:
-    """For example "at gather of blocks.3". ``name_of`` says what a want is of."""
+    """For example "at gather of layer 'blocks.3'". ``name_of`` says what a want is of."""
     if want.kind is WantKind.WAIT and want.unit > 0:
-        return f"{_AT[want.kind]} for {name_of(Want(WantKind.REDUCE, want.unit - 1))}"
+        return f"{_AT[want.kind]} for {layer_in_words(name_of(Want(WantKind.REDUCE, want.unit - 1)))}"
     words = _AT.get(want.kind, f"at {want.kind.name.lower()}" + (" of" if want.kind in NAMED else ""))
-    return f"{words} {name_of(want)}" if want.kind in NAMED else words
+    if want.kind not in NAMED:
+        return words
+    name = name_of(want)
+    return f"{words} {tensor_in_words(name) if want.kind is WantKind.EDIT else layer_in_words(name)}"
+
+
+def tensor_in_words(name: str) -> str:
+    """In quotes, if it is a name and no words: that of a layer may be a number."""
+    return name if " " in name else f"'{name}'"
+
+
+def layer_in_words(name: str) -> str:
+    """For example "layer '1'": in an ``nn.Sequential`` its name alone looks like a rank's number."""
+    return name if " " in name else f"layer '{name}'"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """For example "rank 1" and "ranks 1 and 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+    """For example "rank 1", "ranks 1 and 2", and "ranks 0, 1 and 2"."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def grouped(places: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Which ranks are at each place, in rank order."""
+    found: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        found.setdefault(place, []).append(rank)
+    return [(ranks, place) for place, ranks in found.items()]
+
+
+def where_in_words(places: Mapping[int, str]) -> str:
+    """For example "ranks 0 and 1 are at step and rank 2 is at close"."""
+    said = [f"{ranks_in_words(ranks)} {'are' if ranks[1:] else 'is'} {place}" for ranks, place in grouped(places)]
+    return " and ".join((", ".join(said[:-1]), said[-1])) if said[1:] else said[0]
 
 
 @dataclass(frozen=True)

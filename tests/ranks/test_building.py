@@ -79,7 +79,10 @@ def test_without_nvme_memory_holds_a_part_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("values", "the checksum of the model's values differs between ranks"), ("looks", "rank 1 was at edit of Linear")],
+    [
+        ("values", "the checksum of the model's values differs between ranks"),
+        ("looks", "rank 1 was at edit of 'Linear"),
+    ],
 )
 def test_ranks_that_build_otherwise_are_told(how: str, said: str, tmp_path: Path) -> None:
     for text in values_of(build_otherwise, 2, little(tmp_path / "swap", "1MiB"), how):

@@ -21,4 +21,4 @@ def test_other_values_on_each_rank_are_an_error(how: str, nvme_path: Path) -> No
     transport = "group" if how == "gradient" else "memory"
     for text in values_of(editing.edit_differently, 2, how, transport, str(nvme_path)):
         what = "2.weight.grad" if "gradient" in how else "2.weight"
-        assert f"{what} was given other values on rank 1 than on rank 0" in text
+        assert f"'{what}' was given other values on rank 1 than on rank 0" in text

@@ -154,4 +154,4 @@ def test_ranks_are_found_to_wait_for_each_other_where_they_do_so_for_ever(progra
     else:
         assert not any(told)
     assert (found is None) == ends(programs) == world.is_over(), (found, world.at)
-    assert found is None or "neither goes on: let all ranks make the same calls of both models" in found
+    assert found is None or "none goes on. Let all ranks make the same calls of all models" in found
