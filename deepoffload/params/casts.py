@@ -15,10 +15,17 @@ twice in one forward, torch adds the gradients of one shared cast in 16 bits, an
 drop the cast in between would change the numbers. So from the first time on that a weight is seen to be used twice, the
 cache is left alone (``shared``). For example, a tied embedding is in two windows, which is known when these are made. A
 layer that is called twice shows it by its second call before a backward.
+
+Autocast keeps casts of other leaves, too. In the second run of a reentrant checkpoint the argument of a layer is one,
+and the gradients that the layer's parts send back to it are added in 16 bits where they share the cast. So the cache is
+left alone from where a window gets such an argument to the end of that run: it holds the casts of one checkpoint's
+weights. In a forward nothing comes before a leaf, so its casts are dropped: only its own gradient is then added in 32
+bits.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,7 +33,7 @@ from torch import Tensor
 
 from deepoffload.memory.lock import SHIELD
 from deepoffload.params.ports import PagerPort
-from deepoffload.params.torch_private import get_data, in_functorch, outside_user_modes
+from deepoffload.params.torch_private import current_node, get_data, in_functorch, outside_user_modes, tree_leaves
 from deepoffload.params.unit import ParamHandle
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -41,19 +48,33 @@ class CastCache:
     Attributes:
         shared: weights are used more than once in a forward, so the cache is left alone.
         held_by: the window whose casts are in the cache and leave it when another one is entered.
+        leaves: arguments whose casts are in the cache for the windows that come. run: in the run of which node.
     """
 
     def __init__(self) -> None:
         self.shared = False
         self.held_by: int | None = None
         self.left: set[tuple[int, int | None]] = set()
+        self.leaves: list[weakref.ref[Tensor]] = []
+        self.run: int | None = None
 
     def share(self) -> None:
         """Weights are used more than once in a forward: the cache is left alone from now on."""
         self.shared = True
 
+    def enter(self, window: int, args: Any, kwargs: Any, device: str) -> None:
+        """A window is entered, with these arguments."""
+        node = current_node()
+        run = None if node is None else node._sequence_nr()
+        if run != self.run or not any(leaf() is not None for leaf in self.leaves):
+            self.leaves, self.run = [], run
+        if self.held_by is not None and self.held_by != window and not self.leaves:
+            self.drop()
+        if run is not None and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+            self.leaves += [weakref.ref(value) for value in tree_leaves((args, kwargs)) if _is_kept(value)]
+
     def drop(self) -> None:
-        """Another window than ``held_by`` is entered."""
+        """Empty autocast's cache."""
         self.held_by = None
         torch.clear_autocast_cache()
 
@@ -69,6 +90,11 @@ class CastCache:
         """A backward is running: what casts weights from now on is another forward."""
         if self.left:
             self.left.clear()
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether autocast keeps casts of an argument: those of weights are known otherwise."""
+    return type(value) is Tensor and value.dtype is torch.float32 and value.requires_grad and value.is_leaf
 
 
 FoundCast = tuple[ParamHandle, Tensor, Tensor]

@@ -204,8 +204,7 @@ class Window:
                 self._hooks_before, self._hooks = -1, ()
             if self._hooks_before != pager.hooks.own.others():
                 self._read(module)
-            if pager.casts.held_by is not None and pager.casts.held_by != id(self):
-                pager.casts.drop()
+            pager.casts.enter(id(self), args, kwargs, pager.memory.device.type)
             if self._table is None or not reads_rows(self._table, args[0] if args else None):
                 self._open(entry, module, args, kwargs)
             frame_end = FrameEnd()  # see [Note: the frame's end] in params.window_call

@@ -108,7 +108,8 @@ _OTHERWISE = """
 - Under one `torch.autocast` block, torch uses the cast of a weight again in a second forward, and adds the two
   gradients in 16 bits; ours casts again and adds in 32, and a step inside the block is seen by the next forward. (Tied
   weights, and a model that is one unit as a whole, do as in plain PyTorch.) One forward per block, or
-  `cache_enabled=False`, is the same bit for bit.
+  `cache_enabled=False`, is the same bit for bit. Of an input that requires a gradient itself and enters several layers,
+  that gradient alone is added in 32 bits, too (behind a reentrant checkpoint it is as in plain PyTorch).
 - A weight's cast under `torch.autocast` is made again for backward: an edit of the weight in between raises "modified
   by an inplace operation", where plain PyTorch continues with the old cast. So does an edit of a weight under
   `torch.autograd.graph.allow_mutation_on_saved_tensors`.

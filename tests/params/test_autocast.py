@@ -56,6 +56,37 @@ def test_activation_checkpoint(same: Same, use_reentrant: bool) -> None:
     same(mlp, lambda model: trained(model, loss_of))
 
 
+class Gate(nn.Module):
+    """Two layers of one argument. Behind a reentrant checkpoint it is a leaf, of which autocast keeps a cast, too: the
+    gradients of both are added in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.gates, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.values(x).tanh() * self.norm(self.gates(x).float()).sigmoid())
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["within", "after"])
+def test_an_argument_behind_a_reentrant_checkpoint_is_cast_once(same: Same, whole: bool) -> None:
+    """Backward runs within the block, or after it."""
+
+    def program(model: nn.Sequential) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = rows().requires_grad_()
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=True)
+            loss = x.tanh().sum()
+            if whole:
+                loss.backward()
+        if not whole:
+            loss.backward()
+        return gradients_of(model)
+
+    same(lambda: nn.Sequential(*[Gate() for _ in range(4)]), program, key="gates")
+
+
 class Views(nn.Module):
     """Casts of views, views of casts, a cast by hand, and a weight that is used in both types."""
 
