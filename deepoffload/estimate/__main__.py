@@ -26,7 +26,7 @@ from deepoffload.config.units import format_bytes
 from deepoffload.device import Tier
 from deepoffload.errors import DeepOffloadError, PlacementError, UsageError
 from deepoffload.estimate import inference, measure, on_ranks, plots, report, zero_infinity
-from deepoffload.estimate.arguments import parse
+from deepoffload.estimate.arguments import check_launched, check_link, parse
 from deepoffload.estimate.machine import MachineSpec, read_machine
 from deepoffload.estimate.progress import MeasuringProgress, Report, silent
 from deepoffload.estimate.questions import Estimate, estimate, largest_model, surely_too_large
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m deepoffload.e
             options = parse(said, prog)
             if options.ranks is None and not options.machine:
                 options.ranks = on_ranks.launched_ranks()
+                check_launched(options, options.ranks)
+            if not options.machine:  # which may say how many
+                check_link(options, options.ranks, has_device=False)
             return _run(options, said)
     except DeepOffloadError as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -82,7 +85,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         return _tune(options)
     if not (options.config or options.parameters or options.largest):
         return EXIT_OK
-    batch, config = Batch(options.batch, options.seq or LENGTH), _config(options)
+    batch, config = Batch(options.batch, options.context or options.seq or LENGTH), _config(options)
     together = _measuring_ranks(options)
     try:
         if options.largest:
@@ -93,18 +96,19 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             found = largest_model(machine, config, batch, **sizes)
         else:
             subject = _subject(options, batch)
+            machine = _unmeasured(options, together)
+            # What no rates can change is said before they are measured.
+            measured = not options.machine and (options.inference or not surely_too_large(subject, machine, config))
+            if measured and _measured_by_others(options, together):
+                return on_ranks.start(options.ranks, argv)
             for note in subject.notes if together is None or together.is_first else ():
                 print(note, file=sys.stderr)
-            machine = _unmeasured(options, together)
             if options.deepspeed:
                 estimate_model_states_mem_needs_all_live(subject.module, machine.devices_per_node, machine.nodes)
                 print()
             if options.inference:
                 return _infer(options, subject, config)
-            # What no rates can change is said before they are measured.
-            if not options.machine and not surely_too_large(subject, machine, config):
-                if _measured_by_others(options, together):
-                    return on_ranks.start(options.ranks, argv)
+            if measured:
                 machine = _machine(options, together, subject)
             found = _estimate(subject, machine, config, options, together)
     finally:
@@ -129,8 +133,8 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _infer(options: argparse.Namespace, subject: Subject, config: Config) -> int:
-    context = options.context or options.seq or LENGTH
-    found = inference.estimate_inference(subject, _machine(options, subject=subject), config, options.batch, context)
+    machine, context = _machine(options, subject=subject), subject.batch.length
+    found = inference.estimate_inference(subject, machine, config, options.batch, context)
     print(json.dumps(inference.as_json(found), indent=1) if options.json else inference.text(found))
     return EXIT_OK if found.fits else EXIT_DOES_NOT_FIT
 
@@ -161,6 +165,7 @@ def _unmeasured(options: argparse.Namespace, together: on_ranks.MeasuringRanks |
 
 def _with_ranks(options: argparse.Namespace, spec: MachineSpec) -> MachineSpec:
     ranks = options.ranks or spec.ranks
+    check_link(options, ranks, has_device=spec.has_device)
     if ranks % spec.nodes:
         raise UsageError(f"--ranks {ranks}: the machine has {spec.nodes} nodes, which get equal numbers of ranks")
     each, most = ranks // spec.nodes, spec.host_memory_bytes // max(1, spec.process_bytes)
@@ -218,14 +223,19 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _subject(options: argparse.Namespace, batch: Batch) -> Subject:
+    length = options.context or options.seq
     if options.config:
-        return from_config(
+        subject = from_config(
             options.config,
             batch,
             checkpointing=options.checkpointing,
             arithmetic=options.arithmetic,
-            may_shorten=options.seq is None,
+            may_shorten=length is None,
         )
+        if length is not None and subject.batch.length != length:
+            option = "--context" if options.context else "--seq"
+            raise UsageError(f"{option} {length}: {subject.notes[-1]}; leave it out")
+        return subject
     return from_counts(
         options.parameters,
         options.layers,

@@ -8,7 +8,10 @@ from typing import NoReturn
 
 from deepoffload.config.units import parse_bytes
 from deepoffload.errors import ConfigError
+from deepoffload.estimate.decoder import DEFAULT_VOCABULARY
 
+_OF_LINKS = {"link_rate": None, "transport": "auto"}
+"""What options of a link between ranks have that are not said."""
 _OF_TRAINING = {
     **dict.fromkeys(("largest", "deepspeed", "zero_infinity", "checkpointing"), False),
     **dict.fromkeys(("plot_efficiency", "plot_budget", "order", "step_overlap"), None),
@@ -24,10 +27,17 @@ _SAID_BY_TUNE = {
     **{name: unsaid for name, unsaid in _OF_TRAINING.items() if name != "checkpointing"},
     "batch": 1,
     "inference": False,
+    "transport": "auto",
 }
 """The same of ``--tune``: its file says them, or they are what it chooses."""
-_OF_TUNE = {"train_batch_size": None, "memory": None, "runs": 2, "model": None}
+_OF_TUNE = {"train_batch_size": None, "memory": None, "runs": None, "model": None}
 """The same of everything but ``--tune``."""
+_OF_ONE_MODEL = {"plot_budget": None, "deepspeed": False}
+"""The same of ``--largest``."""
+_WITHOUT_MODEL = ("zero_infinity", "plot_efficiency")
+"""What is asked without a model."""
+RUNS = 2
+"""Candidates that ``--tune`` runs, where nobody says how many."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,7 +63,7 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     model.add_argument("--layers", type=_count, metavar="N")
     model.add_argument("--hidden", type=_count, metavar="N", help="hidden size")
     model.add_argument("--heads", type=_count, metavar="N")
-    model.add_argument("--vocabulary", type=_count, default=32_000, metavar="N")
+    model.add_argument("--vocabulary", type=_count, metavar="N", help=f"not said: {DEFAULT_VOCABULARY}")
     model.add_argument("--largest", action="store_true", help="find the largest decoder that fits instead")
     tuning = parser.add_argument_group("tuning")
     text = "choose settings for the training that this configuration (ours or DeepSpeed's) says, or for this model"
@@ -63,9 +73,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     tuning.add_argument("--train-batch-size", type=_count, metavar="N", help="sequences per step, which stay the same")
     text = "of the host, for everything; not said: what is available"
     tuning.add_argument("--memory", type=_bytes, metavar="BYTES", help=text)
-    tuning.add_argument(
-        "--runs", type=_number, default=2, metavar="N", help="candidates that are run; 0: predict alone"
-    )
+    text = f"candidates that are run; 0: predict alone; not said: {RUNS}"
+    tuning.add_argument("--runs", type=_number, metavar="N", help=text)
     work = parser.add_argument_group("work")
     work.add_argument("--inference", action="store_true", help="generate with it, in place of training")
     work.add_argument("--context", type=_count, metavar="N", help="tokens in the KV cache; with --inference")
@@ -110,6 +119,9 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     output.add_argument("--plot-budget", metavar="FILE", help="draw step time against host budget")
     options = parser.parse_args(argv)
     _check(options)
+    _check_models(options, {name for name, value in vars(options).items() if value != parser.get_default(name)})
+    options.vocabulary = options.vocabulary or DEFAULT_VOCABULARY
+    options.runs = RUNS if options.runs is None else options.runs
     return options
 
 
@@ -130,19 +142,21 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--state-dtype {options.state_dtype}: {options.optimizer} has no such state")
     if options.precision == "fp16" and options.step_overlap == "in_backward":
         raise ConfigError("--step-overlap in_backward: fp16 needs all gradients before an update; use deferred")
-    if options.offload_activations and not (options.checkpointing or options.largest or options.inference):
+    if options.offload_activations and not (options.checkpointing or options.inference):
         raise ConfigError("--offload-activations moves inputs of checkpointed blocks: say --checkpointing, too")
-    if options.activation_budget and not options.offload_activations:
+    if options.activation_budget is not None and not options.offload_activations:
         raise ConfigError("--activation-budget is for --offload-activations: say host or nvme")
     if options.context and not options.inference:
         raise ConfigError("--context is the length of a KV cache: it goes with --inference")
+    if options.context and options.seq:
+        raise ConfigError("--context is what --seq says of training: give one of them")
     for name, unsaid in (_SAID_BY_TUNE if options.tune else _OF_TUNE).items():
         if getattr(options, name) != unsaid:
             why = "what --tune chooses, or what its file says: leave it out" if options.tune else "for --tune: say both"
-            raise ConfigError(f"--{name.replace('_', '-')} is {why}")
-    for name, unsaid in _OF_TRAINING.items() if options.inference else ():
+            raise ConfigError(f"{_option(name)} is {why}")
+    for name, unsaid in {**_OF_TRAINING, **_OF_LINKS}.items() if options.inference else ():
         if getattr(options, name) != unsaid:
-            raise ConfigError(f"--{name.replace('_', '-')} is about training: leave it or --inference out")
+            raise ConfigError(f"{_option(name)} is about training: leave it or --inference out")
     if options.accumulation == 1 and (options.order or options.activations != "auto"):
         name = "--order" if options.order else "--activations"
         raise ConfigError(f"{name} is that of several micro-batches: say --accumulation N, or leave it out")
@@ -154,6 +168,59 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--link-rate 0: nothing would ever arrive; give bytes per second, such as 4GB")
     if options.machine and options.measure:
         raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
+    if options.machine and options.runs:
+        raise ConfigError("--runs is about this machine: with --machine nothing is run, so leave one of them out")
+
+
+def _check_models(options: argparse.Namespace, said: set[str]) -> None:
+    """Refuse what is about other models than those that are asked about. ``said``: options that are not as they are
+    without being said.
+
+    Raises:
+        ConfigError: an option would be ignored.
+    """
+    by_counts = options.parameters is not None
+    if not (options.config or by_counts or options.largest or options.tune):  # then a table or a picture alone is
+        for name in sorted(said.difference(_WITHOUT_MODEL)):
+            raise ConfigError(f"{_option(name)} is about a model: say one, too, or leave it out")
+    for name, unsaid in _OF_ONE_MODEL.items() if options.largest else ():
+        if getattr(options, name) != unsaid:
+            raise ConfigError(f"{_option(name)} is about one model: leave it or --largest out")
+    if options.arithmetic and (by_counts or options.largest or options.model):
+        raise ConfigError("--arithmetic is about the sizes in a configuration file: say --config, or leave it out")
+    if options.heads and not by_counts:
+        raise ConfigError("--heads is that of a model by numbers: say --parameters, --layers and --hidden, too")
+    if options.vocabulary and not (by_counts or options.largest):
+        raise ConfigError("--vocabulary is that of a model by numbers, or of --largest: leave it out")
+
+
+def check_launched(options: argparse.Namespace, ranks: int) -> None:
+    """The same as of ``--ranks``, where a launcher has started so many.
+
+    Raises:
+        ConfigError: what is asked about has no ranks.
+    """
+    for name in ("inference", "deepspeed") if ranks > 1 else ():
+        if getattr(options, name):
+            raise ConfigError(f"{_option(name)}, but a launcher has started {ranks} processes: start one alone")
+
+
+def check_link(options: argparse.Namespace, ranks: int, *, has_device: bool) -> None:
+    """Refuse what is said of a link that nothing counts: between ``ranks``, on devices or not.
+
+    Raises:
+        ConfigError: such an option would be ignored.
+    """
+    for name, unsaid in _OF_LINKS.items() if ranks == 1 or has_device else ():
+        if getattr(options, name) == unsaid:
+            continue
+        if has_device:
+            raise ConfigError(f"{_option(name)}: what ranks on devices exchange is not counted; leave it out")
+        raise ConfigError(f"{_option(name)} is that of several ranks: say --ranks N, or leave it out")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _count(text: str) -> int:

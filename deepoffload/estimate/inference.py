@@ -153,6 +153,7 @@ def as_json(found: InferenceEstimate) -> dict[str, Any]:
     placement = found.placement
     return {
         "model": {"name": found.subject.name, "parameters": found.subject.num_parameters},
+        "notes": list(found.subject.notes),
         "machine": found.machine.to_json(),
         "batch": found.batch,
         "context": found.context,

@@ -91,6 +91,11 @@ class Estimate:
         return nbytes * self.machine.devices_per_node
 
     @property
+    def leaving_bytes(self) -> int:
+        """What activations that leave have of one rank's host budget; ``capacity_bytes`` is without it."""
+        return _leaving(self.machine, self.config).part_bytes
+
+    @property
     def node_host_bytes(self) -> int:
         return self.of_node(self.memory.host_bytes) if self.memory is not None else 0
 

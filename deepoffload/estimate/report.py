@@ -28,17 +28,43 @@ def text(estimate: Estimate) -> str:
             f"{format_bytes(machine.host_memory_bytes)}, NVMe {format_bytes(machine.nvme_bytes)}"
         ),
         "",
-        f"It {'fits' if estimate.fits else 'does not fit'}. Per rank: weights, gradients and optimizer state "
-        f"{format_bytes(estimate.whole_bytes)}; host budget {format_bytes(estimate.capacity_bytes)}"
-        + (f" (the least is {format_bytes(estimate.smallest_bytes)})" if estimate.smallest_bytes else "")
-        + f", NVMe {format_bytes(estimate.nvme_bytes or 0)}; next to activations and processes there is room for a "
-        f"host budget of {format_bytes(estimate.room_bytes)}",
+        (
+            f"It {'fits' if estimate.fits else 'does not fit'}. Per rank: weights, gradients and optimizer state "
+            f"{format_bytes(estimate.whole_bytes)}; NVMe budget {format_bytes(estimate.nvme_bytes or 0)}"
+        ),
+        _host_budget(estimate),
     ]
     lines += ["", *_memory(estimate)] if estimate.memory is not None else []
     if estimate.blocks is not None and estimate.blocks.rank is not None:
         lines += ["", *estimate.blocks.table().splitlines()]
     lines += ["", *_step(estimate)] if estimate.step is not None and estimate.fits else []
     return "\n".join([*lines, "", advice(estimate)])
+
+
+def _host_budget(estimate: Estimate) -> str:
+    """Each figure that there is of it, and what it is."""
+    capacity, config, ranks = estimate.capacity_bytes, estimate.config, estimate.machine.devices_per_node
+    said = "as said" if config.host_budget is not None else "not said: what the engine takes by itself"
+    whole = estimate.of_node(capacity + estimate.leaving_bytes)
+    if ranks > 1:
+        said = f"{format_bytes(whole)} for the {ranks} of a host, {said}"
+    elif estimate.leaving_bytes:
+        said = f"{format_bytes(whole)} {said}"
+    if estimate.leaving_bytes:
+        said += f", less {format_bytes(estimate.leaving_bytes)} for activations"
+    text = f"host budget{' per rank' if ranks > 1 else ''}: {format_bytes(capacity)} ({said})"
+    if estimate.blocks is not None and estimate.blocks.rank is not None:
+        shards = estimate.blocks.placement.capacity_bytes
+        text += (
+            f", of which {format_bytes(shards)} for shards and {format_bytes(capacity - shards)} for whole copies of "
+            "units and gradients on their way"
+        )
+    if estimate.smallest_bytes:
+        text += f" (the least is {format_bytes(estimate.smallest_bytes)})"
+    text += f"; activations and processes leave room for {format_bytes(estimate.room_bytes)}"
+    if estimate.fits and estimate.room_bytes < capacity:
+        text += ", which is less, but the model does not fill its budget"
+    return text
 
 
 def _memory(estimate: Estimate) -> list[str]:
@@ -156,6 +182,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "parameters": subject.num_parameters,
             "batch": asdict(subject.batch),
         },
+        "notes": list(subject.notes),
         "machine": estimate.machine.to_json(),
         "precision": estimate.config.precision.value,
         "fits": estimate.fits,

@@ -101,9 +101,7 @@ def _of_transformers(model: Any, batch: Batch, source: str, *, may_shorten: bool
         loss_of = transformers_loss(model, batch.size, batch.length)
         return Subject(model, name, source, batch, loss_of, notes)
     batch, notes = _within(batch, longest_sequence(model), name, may_shorten)
-    stated = max(stated_limits(model.config.to_dict()), default=batch.length)
-    if batch.length > stated:
-        notes = (*notes, f"{name} states {stated} positions; it is estimated for sequences of {batch.length} tokens")
+    notes = (*notes, *_beyond(model.config.to_dict(), batch, name))
     among = [
         what
         for what, there in (("pictures", pictures_among_tokens(model)), ("sounds", sounds_among_tokens(model)))
@@ -134,8 +132,17 @@ def _within(batch: Batch, most: int | None, name: str, may_shorten: bool) -> tup
     if most is None or batch.length <= most:
         return batch, ()
     if not may_shorten:
-        raise ConfigError(f"{name} has {most} positions, so its sequences cannot have {batch.length} tokens (--seq)")
+        raise ConfigError(f"{name} has {most} positions, so its sequences cannot have {batch.length} tokens")
     return replace(batch, length=most), (f"{name} has {most} positions: the sequences have {most} tokens",)
+
+
+def _beyond(settings: Mapping[str, Any], batch: Batch, name: str) -> tuple[str, ...]:
+    """What to say of sequences that are longer than a model without a table of positions states."""
+    stated = max(stated_limits(settings), default=batch.length)
+    if batch.length <= stated:
+        return ()
+    said = f"{name} states {stated} positions, and has no table that ends there"
+    return (f"{said}; it is estimated for sequences of {batch.length} tokens",)
 
 
 def from_counts(
@@ -215,6 +222,7 @@ def from_config(
     except ConfigError as error:
         raise ConfigError(f"{why}{'; ' if why else ''}{error}") from None
     batch, notes = _within(batch, shape.positions or None, "the model", may_shorten)
+    notes = notes if shape.positions else _beyond(settings, batch, "the model")
     subject = from_shape(shape, batch, checkpointing=checkpointing, source=f"{file}, by the sizes in it")
     guesses = f"{file}: not said there, so assumed: {'; '.join(assumed)}"
     return replace(subject, notes=(*filter(None, (why,)), *((guesses,) if assumed else ()), *notes))

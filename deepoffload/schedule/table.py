@@ -109,8 +109,10 @@ def _align(cells: list[tuple[str, ...]]) -> list[str]:
 def _budgets(totals: Totals) -> str:
     nvme = "none" if totals.nvme_capacity_bytes is None else human_bytes(totals.nvme_capacity_bytes)
     memory, least = human_bytes(totals.capacity_bytes), human_bytes(totals.minimum_bytes)
-    each = f"budget of each of the {totals.host_ranks} ranks" if totals.host_ranks > 1 else "budget"
-    return f"{each}: {memory} of memory ({least} needed at once), NVMe {nvme}"
+    several = totals.host_ranks > 1
+    each = f"budget of each of the {totals.host_ranks} ranks" if several else "budget"
+    shards = " for its shards" if several else ""
+    return f"{each}: {memory} of memory{shards} ({least} needed at once), NVMe {nvme}"
 
 
 def _expectation(total: Row, totals: Totals) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from deepoffload.config import Config, Precision
 from deepoffload.errors import ConfigError, UsageError
 from deepoffload.estimate import Batch, from_config, from_counts, from_module
+from deepoffload.estimate.__main__ import main
 from deepoffload.estimate.dry_run import dry_run
 from deepoffload.estimate.measure import process_bytes
 from deepoffload.runtime.compute_types import ComputeTypes, compute_types
@@ -234,6 +235,24 @@ def test_a_model_has_as_many_tokens_as_its_table_has_positions(tmp_path, setting
 def test_positions_without_a_table_are_no_limit(tmp_path):
     subject = from_config(written(tmp_path / "config.json", {**LLAMA, "max_position_embeddings": 24}), Batch(1, 40))
     assert subject.batch.length == 40 and "states 24 positions" in subject.notes[0]
+    by_sizes = from_config(tmp_path / "config.json", Batch(1, 40), arithmetic=True)
+    assert by_sizes.batch.length == 40 and "states 24 positions" in by_sizes.notes[-1] and "of 40" in by_sizes.notes[-1]
+    assert not any("states" in said for said in from_config(tmp_path / "config.json", Batch(1, 24)).notes)
+
+
+def test_a_context_beyond_the_positions_is_said(tmp_path, capsys):
+    (tmp_path / "machine.json").write_text('{"host_memory_bytes": "1GiB"}')
+    asked = ["--inference", "--machine", str(tmp_path / "machine.json"), "--config"]
+    written(tmp_path / "config.json", {**LLAMA, "max_position_embeddings": 24})
+    assert main([*asked, str(tmp_path), "--context", "40", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "states 24 positions" in said.err and "of 40 tokens" in said.err
+    assert json.loads(said.out)["notes"] == said.err.splitlines()[-1:]
+    written(tmp_path / "config.json", {**GPT2, "n_positions": 24})
+    assert main([*asked, str(tmp_path), "--context", "40"]) == 2
+    assert "has 24 positions, so its sequences cannot have 40 tokens" in capsys.readouterr().err
+    assert main([*asked, str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == 24
 
 
 def test_what_depends_on_values_is_refused_before_it_is_built(tmp_path):
