@@ -183,12 +183,15 @@ def show_memory(options: Options, outcome: Outcome) -> None:
     if not outcome.steps:
         return  # resumed a run that was finished
     seconds = sum(step.seconds for step in outcome.steps)
-    moved = sum(outcome.disk_bytes) / len(outcome.disk_bytes)
+    first, *later = outcome.disk_bytes
+    moved = sum(later) / len(later) if later else first
+    of_first = f" (the first one {first / 1e9:.2f} GB: its updates run in the next)" if later else ""
     last = outcome.losses[-5:]
     print(
         f"loss {outcome.losses[0]:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)}) in "
         f"{len(outcome.steps)} steps and {seconds:.0f} s, {stats['wait_s']:.0f} s of it waiting for the disk\n"
-        f"disk traffic per step: {moved / 1e9:.2f} GB, {moved / stats['parameters']:.1f} bytes per parameter\n"
+        f"disk traffic per step: {moved / 1e9:.2f} GB, {moved / stats['parameters']:.1f} bytes per parameter"
+        f"{of_first}\n"
         f"memory of this process, at most  {format_bytes(peak):>11}   (RssAnon + RssShmem)\n"
         f"  Python, torch and the text     {format_bytes(start):>11}   before the model was built\n"
         f"  weights, gradients, state      {format_bytes(arena):>11}   of the budget of "

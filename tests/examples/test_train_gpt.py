@@ -69,6 +69,11 @@ def check(numbers: dict[str, Any]) -> None:
     assert numbers["stats"]["host_peak_bytes"] <= budget
     # The first step has no step before it to make: updates run with the next forward.
     assert min(numbers["disk_bytes"][1:]) > numbers["parameters"] * 16
+    # What steps say one by one is what is said of all of them.
+    mean = sum(numbers["disk_bytes"][1:]) / len(numbers["disk_bytes"][1:])
+    said = f"disk traffic per step: {mean / 1e9:.2f} GB, {mean / numbers['parameters']:.1f} bytes per parameter"
+    first = f"(the first one {numbers['disk_bytes'][0] / 1e9:.2f} GB: its updates run in the next)"
+    assert f"{said} {first}" in numbers["stdout"]
     assert "optimizer state" in numbers["stdout"] and "largest difference" in numbers["stdout"]
 
 
