@@ -116,8 +116,8 @@ def _run(save: Save, handle: SaveHandle, give_up: Callable[[], None]) -> None:
             save.run()
     except Exception as error:
         handle.error = error
-        text = "saving %s in the background failed; earlier checkpoints are intact: %s"
-        log.error(text, save.folder, error)
+        reason = "training has ended with an error" if save.ranks_have_failed else error  # which is raised there
+        log.error("saving %s in the background failed; earlier checkpoints are intact: %s", save.folder, reason)
     finally:
         handle._ended.set()
         atexit.unregister(give_up)

@@ -201,6 +201,11 @@ class Save:
             self.abandon()
         return self.folder
 
+    @property
+    def ranks_have_failed(self) -> bool:
+        """Whether all calls that need other ranks raise an error."""
+        return self._task is not None and self._task.ranks_have_failed
+
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
         """Around :meth:`run` where the program trains on."""

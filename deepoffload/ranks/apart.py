@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from deepoffload.ranks.edited import Edited
 from deepoffload.ranks.rounds import ENDS, Want, WantKind
-from deepoffload.ranks.words import Whereabouts, at, ranks_in_words, tensor_in_words
+from deepoffload.ranks.words import Whereabouts, at, end_in_words, ranks_in_words, tensor_in_words
 
 
 class PeersApartError(RuntimeError):
@@ -28,11 +28,16 @@ class PeersApartError(RuntimeError):
             if rank not in closed
         )
         if closed:
-            ended = ", ".join(f"rank {rank} has closed its engine after {self.steps[rank]} steps" for rank in closed)
+            ended = ", ".join(end_in_words(rank, self.wants[rank], self.steps[rank]) for rank in closed)
+            why = (
+                "; the launcher says with which status it has ended"
+                if any(self.wants[r].content for r in closed)
+                else ""
+            )
             return (
                 f"{ended}, but others train on: {places}. All ranks make the same number of steps (where they have "
-                "different numbers of batches: with deepoffload.join(model)): close the engine when every rank has "
-                "made its last one"
+                "different numbers of batches: with deepoffload.join(model)), and end, or close the engine, after the "
+                f"last one{why}"
             )
         return (
             f"ranks write to different weights or gradients, or not all of them do: {places}. All ranks make the same "

@@ -24,7 +24,7 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
-from deepoffload.ranks.rounds import NOTHING, Want, WantKind
+from deepoffload.ranks.rounds import NOTHING, EndOf, Want, WantKind
 from deepoffload.ranks.words import OUTSIDE, ranks_in_words, where_in_words
 
 APART = "ranks wait for each other at different calls, and all ranks make the same calls, in the same order"
@@ -44,6 +44,7 @@ class Away:
         want: what the thread says for the program when others need this rank.
         what: the program waits at; "" where it does not.
         model: what errors call it.
+        end: what ends when this rank closes.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Away:
         elsewhere: WaitsAcrossModels | None = None,
     ) -> None:
         self.want = NOTHING
-        self.what, self.model = "", "the model"
+        self.what, self.model, self.end = "", "the model", EndOf.ENGINE
         self._rank, self._runner, self._lock = rank, runner, lock
         self._others = [other for other in range(runner.rounds.world_size) if other != rank]
         self._nudge, self._end_all, self._elsewhere = nudge, end_all, elsewhere
@@ -88,7 +89,7 @@ class Away:
         """The program ends, and waits for what this rank is still at. To be called now and then by another thread: who
         waits for the program, and needs nothing of the sleeping thread, hears it."""
         if self.want == NOTHING:
-            self.want = Want(WantKind.CLOSING)
+            self.want = Want(WantKind.CLOSING, 0, self.end)
         with self._lock:
             number = self._runner.rounds.counts.rounds
         self._nudge(self._rank, number)

@@ -117,6 +117,11 @@ class JointTask:
         """Around what goes on in a thread that the end of the process waits for: other ranks hear of that end."""
         return telling_end_of_process(self._tasks.notices.rounds)
 
+    @property
+    def ranks_have_failed(self) -> bool:
+        """Whether all calls raise an error."""
+        return self._tasks.notices.rounds.has_failed
+
     def end(self) -> None:
         """This rank reads nothing more of it. Idempotent."""
         self._tasks.ended(self._number)

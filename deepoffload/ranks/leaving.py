@@ -14,13 +14,17 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from deepoffload.errors import RankError
+from deepoffload.ranks.rounds import EndOf
 
 log = logging.getLogger("deepoffload")
 
@@ -32,6 +36,10 @@ AT_EXIT_PRIORITY = 100
 
 TOLD_AFTER_S = 1.0
 """What ends sooner is waited for first: a small save is complete then."""
+FIRST_ENDS_WITHIN_S = 3.0
+"""How long a process whose program has ended takes until it is gone."""
+NOTICED_WITHIN_S = 0.5
+"""torchrun looks at its processes ten times a second."""
 LOOK_S = 0.5
 """How often it is looked whether the program has ended, and how often the others hear that it has."""
 
@@ -41,8 +49,18 @@ class Leaves(Protocol):
 
     timeout_s: float
 
+    @property
+    def untold(self) -> str | None:
+        """What has failed, where the program does not know it."""
+
     def fail(self, message: str) -> None:
         """Tell all ranks that this one cannot continue."""
+
+    def program_ends(self) -> None:
+        """What :meth:`close` tells the others."""
+
+    def let_first_end(self) -> None:
+        """Where another rank is why this one ends, return when that has ended."""
 
     def close(self) -> None:
         """Serve the others until all close."""
@@ -63,15 +81,33 @@ def at_exit_of(reference: weakref.ref[Leaves]) -> Callable[[], None]:
             return
         # a child of multiprocessing says what has happened while it is handled
         error = _last_error() or sys.exc_info()[1]
+        service.program_ends()
         if error is not None:
             service.fail(_ended_with(error))
+        service.let_first_end()
         service.timeout_s = min(service.timeout_s, AT_EXIT_S)
         try:
+            untold = service.untold
             service.close()
         except RankError as told:  # nobody can handle it here; an error that has ended the program says more
-            log.log(logging.ERROR if error is None else logging.DEBUG, "at the end of the program: %s", told)
+            untold = str(told)
+        if untold is not None:
+            log.log(logging.ERROR if error is None else logging.DEBUG, "at the end of the program: %s", untold)
 
     return leave
+
+
+def await_first_end(all_are_there: Callable[[], bool]) -> None:
+    """Return when a process that others end after has ended, and the launcher has noticed that: torchrun calls the
+    first one that ends with an error the root cause, and ends the others. Returns at once with other launchers."""
+    if not dist.is_torchelastic_launched():
+        return
+    until = time.monotonic() + FIRST_ENDS_WITHIN_S
+    while time.monotonic() < until:
+        if not all_are_there():
+            time.sleep(NOTICED_WITHIN_S)
+            return
+        time.sleep(NOTICED_WITHIN_S / 10)
 
 
 class Ends(Protocol):
@@ -113,6 +149,7 @@ def telling_end_of_process(rounds: Ends, program: threading.Thread | None = None
             if over.wait(LOOK_S):
                 return
         error = _last_error()
+        rounds.away.end = EndOf.PROGRAM
         _tell_end(rounds, None if error is None else _ended_with(error), over)
 
     with _meanwhile(watch):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepoffload.ranks.collectives import AnyGroup, LinkError, break_off, first_line, has_gone, wait_within
+from deepoffload.ranks.collectives import AnyGroup, LinkError, break_off, first_line, has_gone, never_end, wait_within
 
 FOREVER = timedelta(days=365)
 ROUND_NUMEL = 5
@@ -143,7 +143,10 @@ class NudgeLink:
         message: list[int] = self._received.tolist()
         return message
 
-    def close(self) -> None:
-        """End the connections. Nobody may be in :meth:`receive`."""
+    def close(self, *, stays_connected: bool) -> None:
+        """End the connections, or leave that to the end of the process. Nobody may be in :meth:`receive`."""
+        if stays_connected:
+            for group in self._groups:
+                never_end(group)
         self._sent.clear()
         self._groups.clear()

@@ -20,6 +20,11 @@ ANSWERED_AFTER_S = 2.0
 """After that it is written: the others have been asked before, and say where they are."""
 
 
+def is_ours(thread: threading.Thread) -> bool:
+    """Whether it is one of this package."""
+    return thread.name.startswith(OURS)
+
+
 class LongWait:
     """One wait.
 
@@ -31,7 +36,7 @@ class LongWait:
         self._started = started
         self._next_s = started + NOTICE_AFTER_S
         self._has_asked = False
-        self._is_over = threading.current_thread().name.startswith(OURS)  # nobody waits for that
+        self._is_over = is_ours(threading.current_thread())  # nobody waits for that
 
     def look(self, now: float, ask: Callable[[], None], text: Callable[[], str], timeout_s: float) -> None:
         """To be called now and then. Writes one line, if the wait takes long enough.

@@ -49,6 +49,17 @@ class WantKind(enum.IntEnum):
     """The program ends, and waits for what this rank is still at, a save in the background; said by the thread."""
 
 
+class EndOf(enum.IntEnum):
+    """What of a rank ends."""
+
+    ENGINE = 0
+    """The program has closed it."""
+    PROGRAM = 1
+    """Without having closed anything."""
+    MODEL = 2
+    """The program has dropped it; perhaps it ends."""
+
+
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
 """What moves bytes."""
 PARTS = frozenset({WantKind.REDUCE, WantKind.PASS})
@@ -78,7 +89,7 @@ class Want(NamedTuple):
         unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it waits for a
             while only, else 1 + the number of the reduction; 0 for other kinds.
         content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number
-            that stands for what it waits at; 0 for other kinds.
+            that stands for what it waits at; of CLOSE and CLOSING, an :class:`EndOf`; 0 for other kinds.
     """
 
     kind: WantKind

@@ -33,27 +33,19 @@ from typing import Any
 import torch.distributed as dist
 
 from deepoffload.errors import RankError
-from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.away import Away
 from deepoffload.ranks.collectives import LinkError
+from deepoffload.ranks.common_error import CommonError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
-from deepoffload.ranks.leaving import at_exit_of, call_at_exit, text_of
+from deepoffload.ranks.leaving import at_exit_of, await_first_end, call_at_exit, text_of
 from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.roll_call import RollCall
-from deepoffload.ranks.round_runner import (
-    Launch,
-    LaunchError,
-    PayloadFlight,
-    PeersFailedError,
-    RoundRunner,
-    Waitable,
-    say_failure,
-)
-from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, PARTS, Want, WantKind
+from deepoffload.ranks.round_runner import Launch, PayloadFlight, RoundRunner, Waitable
+from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, PARTS, EndOf, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
-from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
+from deepoffload.ranks.words import Whereabouts, at
 from deepoffload.timeline import Timeline
 
 log = logging.getLogger("deepoffload")
@@ -62,10 +54,6 @@ SLICE_S = 1.0
 """A wait returns to Python this often at least, so that Ctrl-C is heard."""
 SERVE_S = 0.5
 """How long the thread waits for a round that it has answered; then it sleeps again, and hears nudges and alarms."""
-HEARD_WITHIN_S = 1.0
-"""How long a rank that has failed waits until the others have heard it."""
-VERDICT_WITHIN_S = 3.0
-"""How long another rank may take to find out what has happened."""
 
 
 class RoundService:
@@ -75,6 +63,7 @@ class RoundService:
 
     Attributes:
         away: what waits outside of rounds says there that it does.
+        error: what all ranks raise, once something has happened.
 
     Args:
         store: nobody else uses its keys.
@@ -116,7 +105,6 @@ class RoundService:
         self._at = partial(at, name_of=name_of)
         self._recorder = RankRecorder(timeline, name_of)
         self._lock = threading.RLock() if lock is None else lock
-        self._failure: str | None = None
         self._closed = False
         self._nudges = 0
         self._inside = 0  # calls of the program that wait
@@ -128,14 +116,24 @@ class RoundService:
         except LinkError as error:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
         self._runner = RoundRunner(self._link, rank, world_size, launch, self._recorder)
-        self._roll_call = RollCall(
+        roll_call = RollCall(
             own_client(store),
             rank,
             world_size,
             lambda other: self._sleeper.alarm(other),
             lambda other: self._sleeper.is_alarmed(other),
         )
-        self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self._answer_alarm)
+        self.error = CommonError(
+            roll_call,
+            self._runner,
+            self._lock,
+            self._here,
+            self._nudge,
+            lambda: self.away.told(),
+            self._cut,
+            name_of,
+        )
+        self._sleeper = Sleeper(nudge_link, rank, world_size, self._serve, self.error.answer_alarm)
         self.away = Away(rank, self._runner, self._lock, self._sleeper.nudge, self.end_all, elsewhere)
         self._cancel_at_exit = call_at_exit(at_exit_of(weakref.ref(self)))
 
@@ -205,7 +203,7 @@ class RoundService:
     @property
     def has_failed(self) -> bool:
         """Whether every call raises."""
-        return self._failure is not None
+        return self.error.text is not None
 
     @property
     def meetings(self) -> int:
@@ -242,7 +240,21 @@ class RoundService:
 
     def fail(self, message: str) -> None:
         """Tell all ranks that this one cannot continue, and why: all raise it. Returns when they have heard it."""
-        self._give_up(self._tell(f"rank {self.rank} has failed {self._here().at}: {message}"))
+        self.error.fail(message)
+
+    @property
+    def untold(self) -> str | None:
+        """What has failed, where the program does not know it."""
+        return None if self.error.is_told else self.error.text
+
+    def program_ends(self) -> None:
+        """What :meth:`close` tells the others: it is not the program that calls it."""
+        self.away.end = EndOf.PROGRAM
+
+    def let_first_end(self) -> None:
+        """To be called when the process ends. Where another rank is why, return when its process has ended."""
+        if self.error.is_of_another:
+            await_first_end(lambda: all(self._sleeper.reaches(other) for other in self._others))
 
     def close(self) -> None:
         """Wait until all ranks close, serve them until then, and end. Idempotent.
@@ -254,11 +266,11 @@ class RoundService:
             return
         self._closed = True
         try:
-            if self._failure is None or self.away.want.kind is WantKind.CLOSING:
-                self.meet(WantKind.CLOSE)
+            if not self.has_failed or self.away.want.kind is WantKind.CLOSING:
+                self.meet(WantKind.CLOSE, content=self.away.end)
         finally:
             self._cancel_at_exit()
-            self._sleeper.end()
+            self._sleeper.end(stays_connected=self.away.end is EndOf.PROGRAM)
             self.away.close()
             with self._lock:
                 self._link.cut()
@@ -361,7 +373,7 @@ class RoundService:
                     waitable = self._serve_once(number, stays)
         except Exception as error:  # the program hears of it with its next call, as all ranks do
             log.debug("rank %d: the thread has ended its service: %s", self.rank, error)
-            if self._failure is None:
+            if not self.has_failed:
                 self.fail(text_of(error))
 
     def _serve_once(self, number: int, stays: bool, want: Want = NOTHING) -> Waitable | None:
@@ -370,7 +382,7 @@ class RoundService:
             return None
         with self._lock:
             self._lock.release()
-            if self._inside or self._failure is not None:
+            if self._inside or self.has_failed:
                 return None
             self._runner.advance()
             rounds = self._runner.rounds
@@ -382,67 +394,27 @@ class RoundService:
                 self._answered_at = self._calls
             return self._runner.waitable()
 
+    # -- when something is wrong ------------------------------------------------------------------------------------
     def hear(self) -> None:
         """Raise what another rank has said to all, for a wait that is not in a round. Asks the store."""
-        with self.judged(), self._lock:
-            self.check()
-            if (said := self._roll_call.verdict()) is not None:
-                raise self._give_up(said)
+        self.error.hear()
 
-    def _answer_alarm(self) -> None:
-        self._roll_call.answer(self._here())
-        if (verdict := self._roll_call.verdict(VERDICT_WITHIN_S)) is not None:
-            self._give_up(verdict)
-
-    # -- when something is wrong ------------------------------------------------------------------------------------
     def end_all(self, cause: str, *, says_where: bool = False) -> RankError:
         """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error."""
-        return self._give_up(self._roll_call.inquire(self._here(), cause, says_where=says_where))
+        return self.error.end_all(cause, says_where=says_where)
 
     def check(self) -> None:
         """Raise what has failed before, if anything has."""
-        if self._failure is not None:
-            raise RankError(self._failure)
+        self.error.check()
 
-    @contextmanager
-    def judged(self, want: Want = NOTHING) -> Iterator[None]:
+    def judged(self, want: Want = NOTHING) -> AbstractContextManager[None]:
         """Errors of the links and of payloads become the one that all ranks raise."""
-        try:
-            yield
-        except PeersFailedError as error:
-            said = self._roll_call.verdict(VERDICT_WITHIN_S)
-            raise self._give_up(said or f"failure of {ranks_in_words(error.ranks)}: its output says why") from None
-        except PeersApartError as error:
-            raise self._give_up(error.text(self._name_of)) from None
-        except LaunchError as error:
-            cause = error.__cause__
-            assert cause is not None
-            where = self._at(Want(error.payload.kind, error.payload.unit))
-            self._give_up(self._tell(f"rank {self.rank} has failed {where}: {text_of(cause)}"))
-            raise cause from None
-        except (LinkError, RankError) as error:
-            if self._failure is None:
-                self.end_all(f"rank {self.rank} has lost a connection {self._at(want)} ({error})")
-            raise RankError(self._failure) from error
+        return self.error.judged(want)
 
-    def _give_up(self, text: str) -> RankError:
-        """All calls raise ``text`` from now on. Returns the error."""
-        with self._lock:
-            if self._failure is None:
-                self._failure = self.away.told() or text
-                self._link.cut()
-                if self._abandon is not None:
-                    self._abandon()
-        return RankError(self._failure)
-
-    def _tell(self, text: str) -> str:
-        """Say ``text`` to all ranks as this rank's failure. Returns what all raise: another may have failed first."""
-        text = self._roll_call.judge(text)
-        try:
-            say_failure(self._runner, self._lock, self._nudge, lambda: self.has_failed, HEARD_WITHIN_S)
-        except RuntimeError as error:
-            log.debug("rank %d has told the others that it has failed: %s", self.rank, error)
-        return text
+    def _cut(self) -> None:
+        self._link.cut()
+        if self._abandon is not None:
+            self._abandon()
 
     def _here(self) -> Whereabouts:
         waits = self._inside > 0 or not self._sleeper.is_current()

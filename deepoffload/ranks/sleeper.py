@@ -87,14 +87,14 @@ class Sleeper:
         """Whether the thread has not ended."""
         return self._thread.is_alive()
 
-    def end(self) -> None:
-        """End the thread and the link."""
+    def end(self, *, stays_connected: bool) -> None:
+        """End the thread and the link. ``stays_connected``: others see the end of this process by it."""
         if self._thread.is_alive():
             with self._lock:
                 self._link.send(self._rank, (Message.END, 0, self._rank, 0))
             self._thread.join(ENDS_WITHIN_S)
         if not self._thread.is_alive():
-            self._link.close()
+            self._link.close(stays_connected=stays_connected)
 
     def _run(self) -> None:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepoffload.ranks.rounds import NAMED, Want, WantKind
+from deepoffload.ranks.rounds import ENDS, NAMED, EndOf, Want, WantKind
 
 OUTSIDE = "outside of the model"
 IN_ANOTHER_MODEL = "in a call of another model"
@@ -17,17 +17,31 @@ _AT = {
     WantKind.CLOSING: "at its end",
     WantKind.ELSEWHERE: IN_ANOTHER_MODEL,
 }
+_AT_END_OF = {EndOf.PROGRAM: "at the end of its program", EndOf.MODEL: "at the end of its model"}
+_HAS_ENDED = {
+    EndOf.ENGINE: " has closed its engine",
+    EndOf.PROGRAM: "'s program has ended",
+    EndOf.MODEL: " has dropped its model, or its program has ended,",
+}
 
 
 def at(want: Want, name_of: Callable[[Want], str]) -> str:
     """For example "at gather of layer 'blocks.3'". ``name_of`` says what a want is of."""
     if want.kind is WantKind.WAIT and want.unit > 0:
-        return f"{_AT[want.kind]} for {layer_in_words(name_of(Want(WantKind.REDUCE, want.unit - 1)))}"
+        name = name_of(Want(WantKind.REDUCE, want.unit - 1)).removesuffix(".grad")
+        return f"{_AT[want.kind]} for {layer_in_words(name)}"
     words = _AT.get(want.kind, f"at {want.kind.name.lower()}" + (" of" if want.kind in NAMED else ""))
+    if want.kind in ENDS:
+        return _AT_END_OF[EndOf(want.content)] if want.content else words
     if want.kind not in NAMED:
         return words
     name = name_of(want)
     return f"{words} {tensor_in_words(name) if want.kind is WantKind.EDIT else layer_in_words(name)}"
+
+
+def end_in_words(rank: int, want: Want, steps: int) -> str:
+    """For example "rank 1's program has ended after 1 step". ``want``: what that rank has said, one of ENDS."""
+    return f"rank {rank}{_HAS_ENDED[EndOf(want.content)]} after {steps} step{'' if steps == 1 else 's'}"
 
 
 def tensor_in_words(name: str) -> str:
@@ -37,7 +51,10 @@ def tensor_in_words(name: str) -> str:
 
 def layer_in_words(name: str) -> str:
     """For example "layer '1'": in an ``nn.Sequential`` its name alone looks like a rank's number."""
-    return name if " " in name else f"layer '{name}'"
+    if " " in name:
+        return name
+    layer = name.removesuffix(".grad")
+    return f"{'gradients of ' if layer != name else ''}layer '{layer}'"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

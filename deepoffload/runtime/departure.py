@@ -20,11 +20,14 @@ from deepoffload.copies.rank_link import RankLink
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.pager import Pager
 from deepoffload.ranks.leaving import at_exit_of, call_at_exit, telling_end
+from deepoffload.ranks.rounds import EndOf
 from deepoffload.ranks.service import RoundService
 
 log = logging.getLogger("deepoffload")
 
 NO_LIMIT_S = 1e9
+PROGRAM_ENDS_WITHIN_S = 0.02
+"""What lies between the last line of a program and the end of its thread."""
 
 
 def end_unasked(close: Callable[[], None], lock: BooksLock, link: RankLink | None) -> Departure | None:
@@ -88,6 +91,18 @@ class Departure:
     def timeout_s(self, limit_s: float) -> None:
         self._rounds.timeout_s = time.monotonic() - self._begun + limit_s
 
+    @property
+    def untold(self) -> str | None:
+        """What has failed, where the program does not know it."""
+        return self._rounds.untold
+
+    def program_ends(self) -> None:
+        """What the others are told, if they have not been told yet."""
+        self._rounds.program_ends()
+
+    def let_first_end(self) -> None:
+        """Nobody is left to look at the others: see :meth:`RoundService.let_first_end`."""
+
     def fail(self, message: str) -> None:
         """Tell all ranks that this one cannot continue."""
         self._rounds.fail(message)
@@ -120,6 +135,8 @@ class Departure:
     def _run(self) -> None:
         close, self._close = self._close, None
         assert close is not None
+        time.sleep(PROGRAM_ENDS_WITHIN_S)  # where it has dropped the model as its frames have gone
+        self._rounds.away.end = EndOf.MODEL if threading.main_thread().is_alive() else EndOf.PROGRAM
         try:
             close()
         except Exception as error:

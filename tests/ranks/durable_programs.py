@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -76,8 +77,16 @@ def made(config: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
     return model.train(), CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0), context.engine
 
 
-def train(config: dict[str, Any], steps: int, death: Death | None = None, wait_at: int | None = None) -> Told:
-    """Resume what is there, and train on. ``wait_at``: the step whose commit waits."""
+def train(
+    config: dict[str, Any],
+    steps: int,
+    death: Death | None = None,
+    wait_at: int | None = None,
+    *,
+    forgets: bool = False,
+) -> Told:
+    """Resume what is there, and train on. ``wait_at``: the step whose commit waits. ``forgets``: nothing is closed, and
+    the model is gone before its last step is durable."""
     places = Places(death)
     model, optimizer, engine = made(config)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -104,7 +113,10 @@ def train(config: dict[str, Any], steps: int, death: Death | None = None, wait_a
             state.commit(wait=step + 1 == wait_at)
             places.at("committed")
         end = _end_of(model, optimizer)
-        engine.close()
+        if not forgets:
+            engine.close()
+        del model, optimizer, schedule, state, engine
+        gc.collect()
     except RankError as error:
         return Told(first, losses, {}, f"{error}")
     return Told(first, losses, end)

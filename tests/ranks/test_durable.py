@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ def committed_by(told: list[Told]) -> int:
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_deaths(precision: str, tmp_path: Path) -> None:
     config = {"host_budget": "1400KiB", "nvme_budget": "64MiB", "precision": precision}
-    expected: list[Told] = values_of(train, 2, durable(config, tmp_path / "undisturbed"), STEPS)
+    undisturbed = durable(config, tmp_path / "undisturbed")
+    expected: list[Told] = values_of(partial(train, forgets=True), 2, undisturbed, STEPS)
     assert all(one.error == "" and one.first == 0 and len(one.losses) == STEPS for one in expected)
+    assert values_of(train, 2, undisturbed, STEPS) == [Told(STEPS, {}, one.end) for one in expected]
     ours, stood = durable(config, tmp_path / "killed"), 0
     deaths = [Death(1, "backward", 3), Death(0, "publishing", 2), Death(1, "published", 1), Death(1, "resuming", 1)]
     for death in [*deaths, None]:

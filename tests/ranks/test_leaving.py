@@ -8,13 +8,14 @@ import threading
 import pytest
 
 from deepoffload.ranks.leaving import telling_end, telling_end_of_process
+from deepoffload.ranks.rounds import EndOf
 
 
 class Rounds:
     """What the others hear."""
 
     def __init__(self) -> None:
-        self.away, self.has_failed = self, False
+        self.away, self.has_failed, self.end = self, False, EndOf.ENGINE
         self.said: list[str] = []
         self.heard = threading.Event()
 
@@ -38,6 +39,7 @@ def test_others_hear_of_the_end_of_a_process_that_waits(error: BaseException | N
         assert rounds.heard.wait(60.0)
     assert rounds.said[0] == ("it ends" if error is None else "its program ended with KeyError: 'no such sample'")
     assert of_one_that_runs.said == []
+    assert (rounds.end, of_one_that_runs.end) == (EndOf.PROGRAM, EndOf.ENGINE)
 
 
 def test_what_ends_at_once_is_not_told():

@@ -129,7 +129,7 @@ def test_who_closes_while_others_train_is_an_error_on_all(tmp_path: Path) -> Non
     for value in in_trouble("close", 2, tmp_path, LONG_S):
         assert value["seconds"] < SOON_S
         assert value["error"].startswith(
-            "rank 1 has closed its engine after 1 steps, but others train on: rank 0 was at"
+            "rank 1 has closed its engine after 1 step, but others train on: rank 0 was at"
         )
 
 
@@ -157,16 +157,18 @@ while len(children) < len(ranks):
         break
     children.append(child)
 else:
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    ended = [os.wait() for _ in children]
+    print(json.dumps([[children.index(child), os.waitstatus_to_exitcode(status)] for child, status in ended]))
 """
-"""Forks a process for each rank, which ends as an interpreter ends."""
+"""Forks a process for each rank, which ends as an interpreter ends. Prints in which order they do."""
 
 
 def run_to_the_end(programs: Programs, tmp_path: Path, last: tuple[str, str]) -> list[subprocess.CompletedProcess[str]]:
-    """Two interpreters that end without closing anything; ``last`` is the last line of each."""
+    """Two interpreters that torchrun has started, and that end without closing anything; ``last`` is the last line of
+    each. Who ends because of the other one ends after it."""
     ranks = [
         {
-            "environment": launcher_environment(rank, 2, 1),
+            "environment": launcher_environment(rank, 2, 1) | {"TORCHELASTIC_RUN_ID": "one"},
             "store": str(tmp_path / "store"),
             "output": str(tmp_path / f"output {rank}"),
             "errors": str(tmp_path / f"errors {rank}"),
@@ -177,10 +179,10 @@ def run_to_the_end(programs: Programs, tmp_path: Path, last: tuple[str, str]) ->
     done = programs.run(PROGRAM, json.dumps(ranks))
     assert done.returncode == 0, done.stderr
     texts = [(Path(rank["output"]).read_text(), Path(rank["errors"]).read_text()) for rank in ranks]
-    return [
-        subprocess.CompletedProcess(PROGRAM, code, *both)
-        for code, both in zip(json.loads(done.stdout), texts, strict=True)
-    ]
+    order = json.loads(done.stdout)
+    codes = dict(order)
+    assert order[0][0] == 1 or not any(codes.values()), (order, texts)
+    return [subprocess.CompletedProcess(PROGRAM, codes[rank], *both) for rank, both in enumerate(texts)]
 
 
 def test_programs_that_close_nothing_end_quietly(programs: Programs, tmp_path: Path) -> None:
@@ -191,16 +193,17 @@ def test_programs_that_close_nothing_end_quietly(programs: Programs, tmp_path: P
 @pytest.mark.parametrize(
     ("last", "exit_code", "error"),
     [
-        ("raise ValueError('no such file')", 1, "ValueError: no such file"),
-        ("interrupt_a_wait(side); side.step()", -2, "KeyboardInterrupt\n"),
+        ("raise ValueError('no such file')", 1, "has failed at step: its program ended with ValueError: no such file"),
+        ("interrupt_a_wait(side); side.step()", -2, "has failed at step: its program ended with KeyboardInterrupt\n"),
+        ("sys.exit(3)", 3, "'s program has ended after 1 step, but others train on: rank 0 was"),
     ],
-    ids=["raises", "ctrl-c"],
+    ids=["raises", "ctrl-c", "exits"],
 )
 def test_a_program_that_ends_with_an_error_tells_the_others(
     programs: Programs, tmp_path: Path, last: str, exit_code: int, error: str
 ) -> None:
-    never_steps = "while True: side.evaluate()"
-    left, ended = run_to_the_end(programs, tmp_path, (never_steps, last))
+    trains_on = "while True: side.forward_and_backward()" if exit_code == 3 else "while True: side.evaluate()"
+    left, ended = run_to_the_end(programs, tmp_path, (trains_on, last))
     assert (left.returncode, ended.returncode) == (1, exit_code)
     assert "terminate called" not in left.stderr + ended.stderr
-    assert f"RankError: rank 1 has failed at step: its program ended with {error}" in left.stderr
+    assert left.stderr.count(f"rank 1{error if error[0] == chr(39) else ' ' + error}") == 1, left.stderr
