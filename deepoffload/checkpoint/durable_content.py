@@ -128,7 +128,9 @@ class DurableContent:
     ) -> None:
         tensors: dict[str, Tensor] = {}
         self._values = json.dumps(encode(dict(values), "commit", tensors), allow_nan=False, separators=(",", ":"))
-        self._params = {id(param): name for name, param in module.named_parameters()}
+        names = {id(param): name for name, param in module.named_parameters()}
+        # By handle: with several ranks blocks outlive the model, until all ranks have given it up.
+        self._names = {handle: names[id(param)] for param in module.parameters() if (handle := handle_of(param))}
         self._weights: dict[str, ParamHandle] = {}
         self._arrays = {} if parts is None else dict(parts.in_pieces)
         link = link_of(module)
@@ -145,7 +147,7 @@ class DurableContent:
             for param, state in parts.in_memory.items() if parts is not None else ():
                 for key, value in state.items():
                     if is_array(value):
-                        self._put(aside, "arrays", f"{self._params[id(param)]}.{key}", value)
+                        self._put(aside, "arrays", f"{names[id(param)]}.{key}", value)
             for name, value in tensors.items():
                 self._put(aside, "values", name, value)
             aside.close()
@@ -193,7 +195,7 @@ class DurableContent:
         found: dict[str, _Stored] = {}
 
         def add(handle: ParamHandle, key: str, dtype: torch.dtype, run: Run | None, is_scale: bool = False) -> None:
-            name = f"{self._params[id(handle.tensor)]}.{key}"
+            name = f"{self._names[handle]}.{key}"
             if name not in found:
                 order = None if is_scale else memory_order(handle.shape, handle.stride)
                 shape = (num_blocks(handle.numel),) if is_scale else tuple(handle.shape)
@@ -209,7 +211,7 @@ class DurableContent:
                 lead = MASTER_PART_KEYS.get(piece.kind)
                 for part in piece.layout.segments:
                     handle = piece.handles[part.tensor]
-                    if id(handle.tensor) not in self._params:
+                    if handle not in self._names:
                         continue
                     if lead is not None and handle not in cut.stale and number != ZEROS:
                         dtype = torch.int16 if lead == "remainder" else torch.float32
