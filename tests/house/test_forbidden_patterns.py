@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.house.trees import tree_of, walked
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "deepoffload").rglob("*.py"))
@@ -31,11 +32,6 @@ PROGRAMS_GROUPS = ROOT / "deepoffload" / "deepspeed" / "comm.py"
 """Gives a program torch's process groups by other names; the engine uses none of them."""
 FOREACH = "_foreach_"
 """torch's documentation names these functions, though with an underscore."""
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -61,7 +57,7 @@ def targets(node: ast.AST) -> list[ast.expr]:
 
 
 def global_statements(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}"
 
@@ -81,7 +77,7 @@ def module_level_mutable_state(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def changes_to_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         for target in targets(node):
             if isinstance(target, ast.Attribute) and root_name(target) == "torch":
                 yield node.lineno, f"assignment to {ast.unparse(target)}"
@@ -92,7 +88,7 @@ def changes_to_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def swallowed_exceptions(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """``except:`` or ``except Exception:`` whose body only passes."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.ExceptHandler):
             broad = node.type is None or root_name(node.type) in ("Exception", "BaseException")
             if broad and all(isinstance(child, (ast.Pass, ast.Continue)) for child in node.body):
@@ -101,7 +97,7 @@ def swallowed_exceptions(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def asserts_that_act(tree: ast.Module) -> Iterator[tuple[int, str]]:
     acting = ("pop", "append", "add", "remove", "discard", "update", "setdefault", "wait", "acquire", "close", "write")
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Assert):
             for inner in ast.walk(node.test):
                 called = inner.func if isinstance(inner, ast.Call) else None
@@ -110,7 +106,7 @@ def asserts_that_act(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def stubs(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             if root_name(raised) == "NotImplementedError":
@@ -118,13 +114,13 @@ def stubs(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def prints(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield node.lineno, "print in the library"
 
 
 def mocks(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{name}" for name in names]
@@ -133,13 +129,13 @@ def mocks(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def relative_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node.lineno, f"a relative import: {ast.unparse(node)}"
 
 
 def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
@@ -148,7 +144,7 @@ def long_functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def private_names_of_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """``torch._x``, ``nn.Module._x`` and the like, and imports of private names or modules of torch."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and not node.attr.endswith("__"):
             if root_name(node) in ("torch", "nn", "distributed") and not node.attr.startswith(FOREACH):
                 yield node.lineno, ast.unparse(node)
@@ -163,7 +159,7 @@ def private_names_of_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def tensors_of_the_default_dtype(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """``torch.zeros(n)`` has the dtype that the program has set, and native code counts on fp32."""
     factories = ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
-    for node in ast.walk(tree):
+    for node in walked(tree):
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(called, ast.Attribute) and called.attr in factories and root_name(called) == "torch":
             if not any(keyword.arg == "dtype" for keyword in node.keywords):
@@ -172,7 +168,7 @@ def tensors_of_the_default_dtype(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def process_groups(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """``torch.distributed``, but for its ``checkpoint``, which knows formats of files."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -201,9 +197,14 @@ RULES: tuple[tuple[Rule, list[Path]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("rule", "paths"), RULES, ids=[rule.__name__ for rule, _ in RULES])
-def test_pattern_is_absent(rule, paths):
-    found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in paths for line, what in rule(tree_of(path))]
+def test_patterns_are_absent():
+    """All in one process, which reads each file once."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what} ({rule.__name__})"
+        for rule, paths in RULES
+        for path in paths
+        for line, what in rule(tree_of(path))
+    ]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -287,7 +288,7 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 def test_large_classes_say_why_they_are_large():
     found = []
     for path in PACKAGE:
-        for node in ast.walk(tree_of(path)):
+        for node in walked(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 methods = sum(isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) for child in node.body)
                 attributes = len(attributes_of(node))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.house.test_forbidden_patterns import PACKAGE, ROOT, TESTS, tree_of
+from tests.house.test_forbidden_patterns import PACKAGE, ROOT, TESTS
+from tests.house.trees import tree_of, walked
 
 SUPPORT = ROOT / "tests" / "support"
 
@@ -27,7 +28,7 @@ def private_names() -> set[str]:
     """Attributes and methods of our classes with an underscore."""
     names = {"_slot"}
     for path in PACKAGE:
-        for kind in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+        for kind in (node for node in walked(tree_of(path)) if isinstance(node, ast.ClassDef)):
             for node in ast.walk(kind):
                 if isinstance(node, ast.FunctionDef):
                     names.add(node.name)
@@ -44,7 +45,7 @@ def looks(path: Path, private: set[str]) -> set[tuple[int, str]]:
     """Line and name of each look past the door."""
     allowed = OF_PYTHON_AND_TORCH | TESTED_THERE.get(path.relative_to(ROOT).as_posix(), set())
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in walked(tree_of(path)):
         if isinstance(node, ast.Attribute) and not is_of_this_object(node):
             if node.attr in (private | {"pager"}) - allowed:
                 found.add((node.lineno, node.attr))
@@ -69,6 +70,6 @@ def test_no_exception_is_left_over() -> None:
     unused = []
     for name, names in TESTED_THERE.items():
         path = ROOT / name
-        seen = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+        seen = {node.attr for node in walked(tree_of(path)) if isinstance(node, ast.Attribute)}
         unused += [f"{name}: {attribute}" for attribute in names - seen]
     assert not unused, unused
