@@ -135,7 +135,9 @@ class Commits:
                 f"resume: this run itself has committed step {own}, which only a new process can resume from; call "
                 "resume before the first step"
             )
-        step = newest_of_all(self._durability.space, store.left, task)
+        step = newest_of_all(self._durability.space, store.left, task, is_first=store.is_first)
+        if step is None and store.left:
+            self.discard()  # the first one, which other ranks do not have
         if step is None:
             yield None
             return

@@ -22,11 +22,15 @@ _REMEDY = "Load a checkpoint, which every number of ranks and every budget can: 
 _GIVE_UP = "state.discard() gives the durable state up"
 
 
-def newest_of_all(space: SwapSpace, left: Mapping[int, DurableStep], task: JointTask | None) -> int | None:
-    """The newest step that an earlier run has left on every rank; None where it has left nothing.
+def newest_of_all(
+    space: SwapSpace, left: Mapping[int, DurableStep], task: JointTask | None, *, is_first: bool
+) -> int | None:
+    """The newest step that an earlier run has left on every rank; None where it has left nothing, or died before all
+    had their first one.
 
     Args:
         left: the steps on this rank. task: with several ranks, which all call this.
+        is_first: this rank has never made any other step durable.
 
     Raises:
         UsageError: it was another number of ranks, or they have no step in common.
@@ -40,9 +44,11 @@ def newest_of_all(space: SwapSpace, left: Mapping[int, DurableStep], task: Joint
                 f"{folder} is that of rank {rank} of {world_size}, and this process is rank {here[0]} of {here[1]}: "
                 f"each rank has its own part. Start {world_size} again. {_REMEDY}. {_GIVE_UP}"
             )
-    everybody: Sequence[list[int]] = [sorted(mine)] if task is None else task.gather(sorted(mine))
+    told: Sequence[tuple[list[int], bool]] = [(sorted(mine), is_first)]
+    told = told if task is None else task.gather(told[0])
+    everybody = [steps for steps, _ in told]
     common = set(everybody[0]).intersection(*everybody)
-    if not common and any(everybody):
+    if not common and not all(first for steps, first in told if steps):
         there = ", ".join(f"rank {rank} {_listed(steps)}" for rank, steps in enumerate(everybody))
         raise UsageError(
             f"{folder}: there is no step that all ranks have ({there}). Its files are not those of one run, or some "

@@ -105,7 +105,7 @@ class DurableStore:
     `[Note: steps of several ranks]` Each rank has its own store, and what resumes is a step that all of them have. So a
     rank keeps the step before, too, until it hears that all have the newest one (:meth:`confirm`). A newer step never
     overwrites a confirmed one. After a death at any moment the ranks have a step in common: the last confirmed one, or
-    the one after it where all were fast enough.
+    the one after it where all were fast enough. Before the first is confirmed, some of them may have it alone.
 
     Args:
         shared: several ranks make steps durable together; else each step is confirmed at once.
@@ -152,6 +152,11 @@ class DurableStore:
     @property
     def found(self) -> DurableStep | None:
         return self.left[max(self.left)] if self.left else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the newest step is the first that ever was: perhaps no other rank has it."""
+        return self._sequence == 1
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -347,6 +352,7 @@ class DurableStore:
         for place in (1 - newest, newest):  # while there is one, it is the newest
             self._erase(place)
         self._newest = self._confirmed = None
+        self._sequence = 0
         old = [*self._undecided, *(extent for record in self._places.values() for extent in record.extents)]
         self._places, self._undecided, self.left = {}, [], {}
         self._free(old)

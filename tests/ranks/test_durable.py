@@ -33,8 +33,9 @@ def test_deaths(precision: str, tmp_path: Path) -> None:
     assert all(one.error == "" and one.first == 0 and len(one.losses) == STEPS for one in expected)
     assert values_of(train, 2, undisturbed, STEPS) == [Told(STEPS, {}, one.end) for one in expected]
     ours, stood = durable(config, tmp_path / "killed"), 0
-    deaths = [Death(1, "backward", 3), Death(0, "publishing", 2), Death(1, "published", 1), Death(1, "resuming", 1)]
-    for death in [*deaths, None]:
+    deaths = [Death(1, "publishing", 1), Death(1, "backward", 3), Death(0, "publishing", 2), Death(1, "published", 1)]
+    deaths.append(Death(1, "resuming", 1))
+    for death in (*deaths, None):
         ended = run_ranks(train, 2, ours, STEPS, death, rank_0_has_store=True)  # and may die with it
         told = [one.value for one in ended if one.value is not None]
         for rank, one in enumerate(ended):
