@@ -33,14 +33,15 @@ help:
 
 install: $(INSTALLED)
 
-# The stamp is newer than everything that installing depends on, so that running it again costs nothing.
+# The stamp is newer than everything that installing depends on, so that running it again costs nothing. pip would compile
+# every module that it installs. Python compiles those that are used when they are first imported, which is far fewer.
 $(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py $(NATIVE)
 	@$(PYTHON) tools/check_prerequisites.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --constraint constraints-dev.txt \
+	$(PIP) install --quiet --no-compile --constraint constraints-dev.txt \
 		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
 	rm -f deepoffload/native/*.so
-	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[dev]'
+	$(PIP) install --quiet --no-compile --constraint constraints-dev.txt --editable '.[dev]'
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)
