@@ -56,4 +56,4 @@ def test_a_long_wait_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         wait.look(100.0 + seconds, lambda: asked.append(seconds), lambda: "rank 0 waits at step for rank 1", 600.0)  # noqa: B023
     assert asked == [NOTICE_AFTER_S]
     (said,) = caplog.messages
-    assert said.startswith("rank 0 waits at step for rank 1, for 32 s so far (only a notice: who computes is waited for.")
+    assert said.startswith("rank 0 waits at step for rank 1, for 32 s so far (only a notice: who computes is waited")
