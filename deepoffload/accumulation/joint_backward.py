@@ -21,9 +21,9 @@ from deepoffload.accumulation.micro_batch import MicroBatch, Visit
 from deepoffload.accumulation.several_gradients import wait_for_several
 from deepoffload.params.own_hooks import OwnHooks
 from deepoffload.params.ports import GradientDoor
-from deepoffload.params.torch_private import autograd_backward, autograd_grad, past_doors
+from deepoffload.params.torch_private import autograd_backward, autograd_grad, graph_task, past_doors
 from deepoffload.params.unit import ParamHandle
-from deepoffload.schedule.visits import places_of
+from deepoffload.schedule.visits import VisitOrder, places_of
 
 
 def _count_hooks(leaf: Any) -> int:
@@ -46,6 +46,7 @@ class JointBackward:
         streams: of the device, which have made gradients that are kept.
         own: counts our hooks.
         starts: called with a micro-batch whose backward goes on.
+        order: of the visits, in earlier forwards.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class JointBackward:
         streams: GradientStreams,
         own: OwnHooks,
         starts: Callable[[MicroBatch], None],
+        order: VisitOrder,
     ) -> None:
         self._legs, self._apart, self._gradients, self._starts = legs, apart, gradients, starts
-        self._streams, self._own = streams, own
+        self._streams, self._own, self._order = streams, own, order
         self._outside: set[int] = set()
         self._early = 0
+        self._task = -1  # the backward of these micro-batches
 
     # -- the last unit and the loss, at the end of each forward ----------------------------------------------------
 
@@ -86,7 +89,7 @@ class JointBackward:
         if doors and not graph.ends_at(doors, begin):
             join_uses(graph, begin, one.entering, self._streams)
             doors.clear()
-        if self._early != one.number or not doors or graph.runs_backward_from(begin) or one.may_land_twice():
+        if self._early != one.number or not doors or graph.runs_backward_from(begin) or self._may_land_twice(one):
             self._outside.update(map(id, graph.leaves()))
             return
         self._outside.update(map(id, graph.leaves_before(begin)))
@@ -158,7 +161,12 @@ class JointBackward:
         self._starts(following)
 
     def _comes_to(self, one: MicroBatch, _: Any) -> None:
+        self._task = graph_task()
         self._starts(one)
+
+    def is_nested(self) -> bool:
+        """Whether the backward that runs now is one that a node calls, such as that of a reentrant checkpoint."""
+        return graph_task() != self._task
 
     def _legs_of(self, every: Sequence[MicroBatch]) -> list[tuple[MicroBatch, LossGraph, list[int]]] | None:
         """Each micro-batch with its graph, and the leg that each node of it comes from. None where two graphs have
@@ -193,11 +201,14 @@ class JointBackward:
         ours = isinstance(handle, ParamHandle) and self._gradients.is_tracked(handle)
         return past_doors(_count_hooks, (leaf,)) > int(ours)
 
-    @staticmethod
-    def _places(every: Sequence[MicroBatch]) -> dict[tuple[int, int], int] | None:
+    def _may_land_twice(self, one: MicroBatch) -> bool:
+        """Whether one backward may make two gradients of a weight."""
+        return one.may_land_twice() or bool(one.without_graph and self._order.hides_weights)
+
+    def _places(self, every: Sequence[MicroBatch]) -> dict[tuple[int, int], int] | None:
         """Where each leg stands in the order of visits, by its micro-batch and its visit. None where gradients of
         weights would land mixed."""
-        if any(one.may_land_twice() for one in every):
+        if any(map(self._may_land_twice, every)):
             return None
         differ = any(one.path != every[0].path for one in every)
         if differ and any(one.hidden_uses() for one in every):

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from deepoffload.accumulation.joined_uses import Entering, UnitArguments
 from deepoffload.accumulation.loss_graph import LossGraph
+from deepoffload.params.unit import ParamHandle
 from deepoffload.params.window import Window
 
 Visit = tuple[Window, int]
@@ -52,6 +53,7 @@ class MicroBatch:
         self.entering: list[Entering] = []
         self.given: dict[Visit, UnitArguments] = {}
         self.entering_from = 0
+        self._shown: set[ParamHandle] | None = None
 
     def forget_graph(self) -> None:
         """Its backward has begun: nothing of its graph is to live longer than it would by itself."""
@@ -60,6 +62,12 @@ class MicroBatch:
     def loss_is_leaf(self) -> bool:
         """Whether the loss is a weight itself."""
         return any(isinstance(root, Tensor) and root.grad_fn is None for root, _ in self.roots)
+
+    def shows(self, handle: ParamHandle) -> bool:
+        """Whether one of its visits has this weight. To be asked when its forward is over."""
+        if self._shown is None:
+            self._shown = {shown for window, _ in self.path for shown in window.handles()}
+        return handle in self._shown
 
     def hidden_uses(self) -> bool:
         """Whether a reentrant checkpoint, which records no graph in the forward, hides uses of trained weights."""

@@ -132,7 +132,9 @@ class Turns:
         self._legs, self._streams_used = Legs(), GradientStreams(device)
         self._own_hooks = own = pager.hooks.own
         apart = KeptApart(self._land_apart, self._streams_used, own)
-        self._backwards = JointBackward(self._legs, apart, gradients, self._streams_used, own, self._run_as)
+        self._backwards = JointBackward(
+            self._legs, apart, gradients, self._streams_used, own, self._run_as, self._order
+        )
         self._stopping = False
         self.failed_at: int | None = None
         self.advice = ""
@@ -323,7 +325,10 @@ class Turns:
         """Autograd itself has completed the gradient of a parameter. It has nothing to add where all was kept apart."""
         if get_grad(param) is None:
             return
-        self._resumed(self._running.number)
+        one = self._running
+        if one.without_graph and not self._order.hides_weights:
+            self._order.hides_weights = not one.shows(handle) and self._backwards.is_nested()
+        self._resumed(one.number)
         gradients.land(param, handle)
 
     def _land_apart(self, number: int, leaf: Tensor, gradient: Tensor) -> None:

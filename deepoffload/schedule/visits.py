@@ -45,11 +45,13 @@ class VisitOrder:
     Attributes:
         is_learned: from a forward at least; else it is a guess.
         taken_as_given: visits that need what they are given itself, not something that stands for it.
+        hides_weights: a reentrant checkpoint uses weights that no visit shows.
     """
 
     def __init__(self) -> None:
         self.is_learned = False
         self.taken_as_given: set[Hashable] = set()
+        self.hides_weights = False
         self._places: dict[Hashable, int] = {}
         self._last = -1
 

@@ -216,6 +216,20 @@ class CheckpointsInside(Net):
         return x.logsumexp(-1).mean()
 
 
+class PositionsInside(Net):
+    """A weight that layers behind reentrant checkpoints read, and that no module which is called has (DeBERTa)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(8, WIDTH)
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.embedding(batch(seed))
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: layer(y * self.positions.weight.mean(0)), x, use_reentrant=True)
+        return x.logsumexp(-1).mean()
+
+
 class Coroutine(Net):
     """Layers run in an event loop, of which a thread has one at a time."""
 
@@ -332,6 +346,7 @@ class EditedArgument(Net):
 
 MODELS = (
     *(UsedOutside, EditedInside, IntoLists, Attributes, CheckpointedLoss, CheckpointedHead, CheckpointsInside),
+    PositionsInside,
     *(Coroutine, Switched, NoGradient, NoisyGradients, Cached, HooksOfSeveral),
 )
 
