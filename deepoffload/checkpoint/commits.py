@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from deepoffload.params.pager import Pager
 from deepoffload.ranks.joint_task import JointTask
 from deepoffload.runtime.durability import Durability, Tell
 from deepoffload.runtime.engine import Engine
+
+log = logging.getLogger("deepoffload")
 
 
 class Commits:
@@ -137,7 +140,8 @@ class Commits:
             )
         step = newest_of_all(self._durability.space, store.left, task, is_first=store.is_first)
         if step is None and store.left:
-            self.discard()  # the first one, which other ranks do not have
+            log.warning("resume: step %d, the first durable one, is not on all ranks: it is given up", max(store.left))
+            self.discard()
         if step is None:
             yield None
             return
