@@ -32,6 +32,9 @@ _VALUES = (int, float, complex, str, bytes, bool)
 """Types of which equal values are the same."""
 _OWN_NAMES = frozenset(nn.Module().__dict__) - {"training"}
 """What every module has and no forward leaves there: parameters, buffers, hooks."""
+_SET_ONCE = frozenset({"_output_capturing_hooks_installed"})
+"""Flags that a library sets in the first forward and never again. With this one transformers says that its hooks for
+router logits and hidden states are on the modules."""
 _LOOKS = 50_000
 """So many modules are looked at in places that have nothing to do with the call of a module: less than a second."""
 _LENT_LENGTH = 1000
@@ -201,7 +204,9 @@ def _attributes(module: nn.Module) -> dict[str, PastValue]:
     return {
         key: PastValue.of(value)
         for key, value in _values(module).items()
-        if key not in _OWN_NAMES and (isinstance(value, Tensor) or not callable(value))  # libraries wrap forward
+        if key not in _OWN_NAMES
+        and key not in _SET_ONCE
+        and (isinstance(value, Tensor) or not callable(value))  # libraries wrap forward
     }
 
 

@@ -159,13 +159,16 @@ CASES: dict[str, tuple[Callable[[], Any], Any, Steps]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_vertical_order_has_the_bits_of_a_plain_loop(paging: Paging, case: str) -> None:
+def test_the_vertical_order_has_the_bits_of_a_plain_loop(
+    paging: Paging, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     build, setting, steps = CASES[case]
     ways = (PLAIN, VERTICAL, VERTICAL_AGAIN)
     expected, *others = (steps.run(paging.build(build, setting, key=case), how) for how in ways)
     assert expected["weights"] and expected["losses"]
     for how, got in zip(ways[1:], others, strict=True):
         assert_same_bits(expected, got, how, nan_is_wrong=setting.precision != "fp16")
+    assert "sets the attribute" not in caplog.text, "no unit of these leaves anything for another one"
 
 
 def test_sparse_gradients_that_come_in_another_order_are_added_up(paging: Paging) -> None:
