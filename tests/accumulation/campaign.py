@@ -1,17 +1,17 @@
-"""Every model of the matrix under every setting: ``python -m tests.accumulation.campaign NVME_PATH [--quick] [--gpu]
-[FAMILY ...]``.
+"""Every model of the matrix under every setting: ``python -m tests.accumulation.campaign NVME_PATH [FAMILY ...]``.
 
 Compares the vertical order with a plain loop, bit for bit, with activations kept and computed again: in three
 precisions and under autocast, for 1, 2, 3 and 8 micro-batches, with and without the two kinds of activation
-checkpoints. It takes more than an hour; ``--quick`` runs six cells of each family. ``--gpu`` runs them on the simulated
-GPU, where micro-batches run one after the other. Of the parametrizations, spectral
-norm behind the model's own checkpoints differs: it counts each forward, also those inside backward.
+checkpoints. It takes more than an hour. Of the parametrizations, spectral norm behind the model's own checkpoints
+differs: it counts each forward, also those inside backward.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
+import random
 import sys
 import tempfile
 from dataclasses import replace
@@ -84,23 +84,34 @@ def wrong(paging: Paging, family: Family, cell: Cell, ways: tuple[str, ...], ste
     return None
 
 
-def main(arguments: list[str]) -> int:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("nvme_path")
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--quick", action="store_true", help="six cells of each family")
+    parser.add_argument("--gpu", action="store_true", help="the simulated one: one micro-batch after the other")
+    parser.add_argument("--shuffle", type=int, help="in another order: a seed")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="begin with the cell of this number")
+    parser.add_argument("--count", type=int, help="so many cells; all that are left when not said")
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    cells = QUICK if "--quick" in arguments else EVERY
     ways = (PLAIN, VERTICAL, VERTICAL_AGAIN)
-    if "--gpu" in arguments:
+    if chosen.gpu:
         importlib.import_module("tests.support.on_simulated_gpu")
         ways = (PLAIN, HORIZONTAL, HORIZONTAL_AGAIN)
-    folder, *names = [argument for argument in arguments if not argument.startswith("--")]
-    faults = 0
-    with tempfile.TemporaryDirectory(dir=folder) as inside:
+    cells = list(itertools.product(chosen.families, QUICK if chosen.quick else EVERY))
+    if chosen.shuffle is not None:
+        random.Random(chosen.shuffle).shuffle(cells)
+    wanted, faults = list(enumerate(cells))[chosen.first :][: chosen.count], 0
+    with tempfile.TemporaryDirectory(dir=chosen.nvme_path) as inside:
         paging = Paging(Path(inside))
-        for name, cell in itertools.product(names or FAMILIES, cells):
+        for number, (name, cell) in wanted:
             found = wrong(paging, FAMILIES[name], cell, ways)
             faults += found is not None
-            print(name, cell, found or "same", flush=True)
-    return min(faults, 1)
+            print(f"{number:5}  {name} {cell} {found or 'same'}", flush=True)
+    print(f"{len(wanted) - faults} of {len(wanted)} cells, of {len(cells)}: same")
+    sys.exit(faults > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
