@@ -150,6 +150,21 @@ SIDES: dict[str, Callable[[Shape, dict[str, Any], dict[str, Any], str], Trainer]
 }
 
 
+def micro_batches(trainer: Trainer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """One step. Returns the loss of each micro-batch."""
+    if getattr(trainer, "together", False):
+        losses = [loss.item() for loss in trainer.accumulate(batches)]
+        trainer.update(True)
+        return losses
+    losses = []
+    for micro, (tokens, targets) in enumerate(batches):
+        loss = trainer.loss(tokens, targets)
+        trainer.backward(loss, len(batches))
+        trainer.update(micro == len(batches) - 1)
+        losses.append(loss.item())
+    return losses
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("spec")
@@ -167,12 +182,7 @@ def main() -> None:
         if dist.is_initialized():
             dist.barrier()
         before, began_s = read_counters(), time.perf_counter()
-        losses = []
-        for micro, (tokens, targets) in enumerate(batches):
-            loss = trainer.loss(tokens, targets)
-            trainer.backward(loss, accumulate)
-            trainer.update(micro == accumulate - 1)
-            losses.append(loss.item())
+        losses = micro_batches(trainer, batches)
         if dist.is_initialized():
             dist.barrier()
         seconds, used = time.perf_counter() - began_s, read_counters() - before

@@ -30,6 +30,8 @@ LIMIT_S = 900.0
 FILE_BYTES = 1 << 30
 """Of each of two files with which the disk is measured before and after a row that moves bytes to it."""
 
+VERTICAL: dict[str, Any] = {"accumulation_order": "vertical"}
+"""All micro-batches go through each unit together; with ``--accumulate``."""
 TUNED_NVME: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
 
 
@@ -56,7 +58,10 @@ def cases(host_budget: str) -> dict[str, Case]:
         "ours gloo": Case("ours", {**memory, "ranks": {"transport": "group"}}),
         "ours nvme": Case("ours", {"host_budget": host_budget, "disk": True}),
         "ours nvme guessing": Case("ours", {"host_budget": host_budget, "disk": True, "step_overlap": "speculative"}),
+        "ours nvme vertical": Case("ours", {"host_budget": host_budget, "disk": True, **VERTICAL}),
+        "ours memory vertical": Case("ours", {**memory, **VERTICAL}),
         "ours alone": Case("ours", memory, alone=True),
+        "ours alone vertical": Case("ours", {**memory, **VERTICAL}, alone=True),
         "plain side by side": Case("plain"),
         "plain alone": Case("plain", alone=True),
         "ddp": Case("ddp"),
@@ -85,6 +90,10 @@ RATIOS = (
     ("ours nvme", "deepspeed 3 nvme"),
     ("ours nvme guessing", "deepspeed 3 nvme"),
     ("ours nvme guessing", "ours nvme"),
+    ("ours nvme vertical", "ours nvme"),
+    ("ours nvme vertical", "deepspeed 3 nvme"),
+    ("ours memory vertical", "ours memory"),
+    ("ours memory vertical", "ours alone vertical"),
 )
 
 
@@ -208,7 +217,9 @@ def measure(
 ) -> dict[str, Any]:
     """All rows in turns, ``rounds`` times."""
     known = cases(host_budget)
-    chosen = [name for name in (rows or known) if known[name].side != "deepspeed" or deepspeed_python]
+    alike = ("accumulation_order",) if work.accumulate == 1 else ()  # one micro-batch has one order
+    every = [name for name, case in known.items() if not any(key in case.settings for key in alike)]
+    chosen = [name for name in (rows or every) if known[name].side != "deepspeed" or deepspeed_python]
     on_disk = [name for name in chosen if known[name].side == "ours" and known[name].settings["disk"]]
     found: list[dict[str, dict[str, Any]]] = []
     with ExitStack() as stack:
