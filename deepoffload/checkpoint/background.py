@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -14,6 +15,9 @@ from functools import partial
 from deepoffload.checkpoint.arguments import checked_timeout
 from deepoffload.checkpoint.saving import Save
 from deepoffload.errors import ClosedError, IoTimeout
+from deepoffload.memory.lock import SHIELD, raised_by_handler
+from deepoffload.ranks.leaving import text_of
+from deepoffload.runtime.process_end import end_as
 
 log = logging.getLogger("deepoffload")
 
@@ -93,9 +97,12 @@ class SaveHandle:
 def start(save: Save) -> SaveHandle:
     """Run a save whose blocks are frozen in a thread. The process does not end before it, unless it is interrupted."""
     handle = SaveHandle(save)
-    give_up = partial(_give_up, handle)
-    thread = threading.Thread(target=_run, args=(save, handle, give_up), name=THREAD_NAME, daemon=False)
-    atexit.register(give_up)  # after the engine's: called before that closes
+    at_exit = partial(_finish_at_exit, handle, save.give_up)
+    # A daemon: the end of the process waits for it here, where it is seen what ends that wait. A child of
+    # multiprocessing waits for its threads alone.
+    daemon = multiprocessing.parent_process() is None
+    thread = threading.Thread(target=_run, args=(save, handle, at_exit), name=THREAD_NAME, daemon=daemon)
+    atexit.register(at_exit)  # after the engine's: called before that closes
     save.copying.thread = thread
     thread.start()
     return handle
@@ -110,7 +117,7 @@ def finish(save: Save) -> SaveHandle:
     return handle
 
 
-def _run(save: Save, handle: SaveHandle, give_up: Callable[[], None]) -> None:
+def _run(save: Save, handle: SaveHandle, at_exit: Callable[[], None]) -> None:
     try:
         with save.in_background():
             save.run()
@@ -120,24 +127,43 @@ def _run(save: Save, handle: SaveHandle, give_up: Callable[[], None]) -> None:
         log.error("saving %s in the background failed; earlier checkpoints are intact: %s", save.folder, reason)
     finally:
         handle._ended.set()
-        atexit.unregister(give_up)
+        atexit.unregister(at_exit)
 
 
-def _give_up(handle: SaveHandle) -> None:
-    """At the end of a process, which waits for its threads first: where one still saves, Ctrl-C has ended that wait.
-    Nothing is left behind, and the process does not end as if all were well."""
-    if os.getpid() == handle._process and not handle.done():
-        handle._copying.failed(ClosedError("the end of the process waited for it, and was interrupted (Ctrl-C)"))
-        if not handle._ended.wait(EXIT_LIMIT_S) or handle.error is not None:
-            _end_as_interrupted()
+def _finish_at_exit(handle: SaveHandle, give_up: Callable[[Exception], None]) -> None:
+    """At the end of a process: return when the save has ended. What interrupts that (Ctrl-C, or what a signal's handler
+    raises) gives the save up: nothing is left behind, and the process does not end as if all were well."""
+    if os.getpid() != handle._process or handle.done():
+        return
+    interrupted_by: BaseException | None = None
+    try:
+        with SHIELD:  # torchrun sends a second Ctrl-C
+            interrupted_by = _wait_or_give_up(handle, give_up)
+    except KeyboardInterrupt as error:
+        interrupted_by = interrupted_by or error
+    if interrupted_by is not None:
+        end_as(interrupted_by)
 
 
-def _end_as_interrupted() -> None:
-    """Have the process end as one that Ctrl-C has ended: by SIGINT, which a shell shows as status 130.
+def _wait_or_give_up(handle: SaveHandle, give_up: Callable[[Exception], None]) -> BaseException | None:
+    """Return when the save has ended; what has interrupted that."""
+    try:
+        if _program_runs():
+            raise KeyboardInterrupt  # it has ended Python's wait for the program's threads
+        handle._copying.hurry()
+        SHIELD.let_through(handle._ended.wait)
+    except BaseException as error:
+        what = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else raised_by_handler(error) or text_of(error)
+        give_up(ClosedError(f"the end of the process waited for it, and was interrupted ({what})"))
+        until = time.monotonic() + EXIT_LIMIT_S
+        while (left_s := until - time.monotonic()) > 0 and not handle.done():
+            with contextlib.suppress(BaseException):  # more of the same: the process ends already
+                handle._ended.wait(left_s)
+        return error
+    return None
 
-    Python prints a KeyboardInterrupt that ends the wait for threads, and forgets it: the status would be 0. CPython
-    remembers one that ends code given as text (``unhandled_keyboard_interrupt`` in Python/pythonrun.c), and asks for
-    it when all is over (Modules/main.c), so that functions of :mod:`atexit` run as ever.
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
+
+def _program_runs() -> bool:
+    """Whether the program has threads for which Python waits, and has not."""
+    threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    return any(thread.is_alive() and not thread.daemon for thread in threads)

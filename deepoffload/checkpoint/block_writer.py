@@ -79,6 +79,7 @@ class BlockWriter:
         progress: told the bytes of each block when it is handed to the disk.
         aside_path: where blocks are set aside, and left that another rank has the rest of. That rank has made the file.
             None: this process makes the file, and writes all of it.
+        check: called before each write; what it raises ends the file.
 
     Raises:
         IoFailure: the file cannot be made, or the disk has no room for it.
@@ -92,8 +93,10 @@ class BlockWriter:
         nbytes: int,
         progress: Callable[[int], None],
         aside_path: str | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
+        self._check = check
         self.nbytes = nbytes
         self.sums = array("I", bytes(4 * num_blocks_of(nbytes)))
         self._sent = bytearray(num_blocks_of(nbytes))
@@ -207,7 +210,9 @@ class BlockWriter:
 
     def _sync(self) -> None:
         while self._flying:
+            self._check()
             self._land()
+        self._check()
         for file in (*self._others, self._file) if self._aside_path is not None else (self._file,):
             try:
                 file.sync()
@@ -257,6 +262,7 @@ class BlockWriter:
         self, move: Callable[..., Ticket], index: int, address: int, places: list[tuple[IoFile, Run]], action: str
     ) -> None:
         for file, (start, end) in places:
+            self._check()
             offset = index * BLOCK_BYTES + start
             try:
                 move(file, address + start, end - start, offset).wait()
@@ -266,6 +272,7 @@ class BlockWriter:
     def _send(self, index: int, block: _OpenBlock) -> None:
         nbytes = self._length_of(index)
         try:
+            self._check()
             self._move(self._io.read, index, block.address, block.aside, "reading again")
         except BaseException:
             self._pool.give_back(block.address)

@@ -98,6 +98,7 @@ class Copying:
         self._woken = threading.Event()
         self._ended = threading.Event()
         self._runs_in = 0
+        self._has_copied = False
         self.thread: threading.Thread | None = None
         self._activity: tuple[object, ...] = ()
         self._active_s = time.monotonic()
@@ -156,11 +157,18 @@ class Copying:
             if not any(snapshot.step() for snapshot in self._snapshots) and self._error is None:
                 self._wait_for_more()
         self.raise_failure()
+        self._has_copied = True
 
     def raise_failure(self) -> None:
         """Raise what :meth:`failed` was told, also when all was copied before it was."""
         if self._error is not None:
             raise self._error
+
+    def check(self) -> None:
+        """Before each write: raise what ends the save."""
+        self.raise_failure()
+        if self._has_copied and threading.get_ident() == self._runs_in:  # else :meth:`run` does, without locks
+            self._alive()
 
     def end(self) -> None:
         """Nothing is needed any more. Idempotent."""
@@ -220,6 +228,7 @@ class Copying:
         for run in self._cut.in_memory:
             position = run.position
             for values in run.pieces():
+                self._alive()
                 with self._work:
                     self._files.put_tensor(run.file, position, values)
                 position += values.nbytes
@@ -228,6 +237,7 @@ class Copying:
         zeros = ctypes.create_string_buffer(ZEROS_BYTES if self._zeros else 1)
         for span in self._zeros:
             for start in range(0, span.nbytes, ZEROS_BYTES):
+                self._alive()
                 nbytes = min(ZEROS_BYTES, span.nbytes - start)
                 with self._work:
                     self._files.put(span.file, span.position + start, ctypes.addressof(zeros), nbytes)

@@ -24,6 +24,7 @@ class FileSet:
         open_io: makes the engine that writes them.
         progress: told the bytes of each block when it is handed to the disk.
         rank: which of several this is; None where this process writes all.
+        check: called before each write; what it raises ends the save.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class FileSet:
         progress: Callable[[int], None],
         open_io: Callable[..., IoEngine],
         rank: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.put_bytes = 0
         self._staged = staged
@@ -44,6 +46,7 @@ class FileSet:
         self._writers: dict[str, BlockWriter] = {}
         self._closed = False
         self._rank = rank
+        self._check = check
         if rank == 0:
             try:
                 for name in self._planned:
@@ -109,7 +112,9 @@ class FileSet:
                 self._io = self._open_io(block_bytes=BLOCK_BYTES)
             path, nbytes = os.path.join(self._staged, name), self._planned[name].nbytes
             aside_path = self._aside_path(self._rank, name) if self._rank else None
-            self._writers[name] = BlockWriter(self._io, self._pool, path, nbytes, self._progress, aside_path)
+            self._writers[name] = BlockWriter(
+                self._io, self._pool, path, nbytes, self._progress, aside_path, self._check
+            )
         return self._writers[name]
 
     def _aside_path(self, rank: int, name: str) -> str:

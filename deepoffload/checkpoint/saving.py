@@ -159,7 +159,8 @@ class Save:
     def _open_files(self) -> FileSet:
         progress = None if self._progress is None else self._progress.advance
         rank = None if self._task is None else self._task.rank
-        return FileSet(self._staged, self._planned, progress or _nothing_of, IoEngine, rank)
+        check = lambda: self.copying.check()  # noqa: E731  # it is made of these files
+        return FileSet(self._staged, self._planned, progress or _nothing_of, IoEngine, rank, check)
 
     def _plan_training(self) -> bytes:
         """The content of ``training.json``; the tensors that it names get a file."""
@@ -201,6 +202,12 @@ class Save:
             self.abandon()
         return self.folder
 
+    def give_up(self, error: Exception) -> None:
+        """End it with an error soon, on all ranks, unless it is about to be published. In any thread."""
+        if self._task is not None:
+            self._task.give_up(error)
+        self.copying.failed(error)
+
     @property
     def ranks_have_failed(self) -> bool:
         """Whether all calls that need other ranks raise an error."""
@@ -225,6 +232,8 @@ class Save:
         manifest = Manifest(self.step, time.time_ns(), written_by(), {**sums, **small}, records)
         write_small_file(os.path.join(self._staged, MANIFEST_NAME), manifest_text(manifest))
         self.copying.raise_failure()
+        if self._task is not None:
+            self._task.settle()
         publish_tag(self._staged, self._directory, self._tag, update_latest=self._update_latest)
         if self._progress is not None:
             self._progress.done()

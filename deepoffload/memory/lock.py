@@ -15,7 +15,7 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -193,9 +193,12 @@ class BooksLock(_RLock):  # type: ignore[misc]
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, traceback: object = None) -> None:
         if error is not None and self.when_torn is not None:
-            because = _torn_by(error)
-            if because:
-                self.when_torn(because)
+            raised = raised_by_handler(error, but_not_in=_LETTING_THROUGH)
+            if raised:
+                self.when_torn(
+                    f"{raised} in the middle of a change of memory. Let it set a flag that the loop looks at; "
+                    "build the model again, and load a checkpoint"
+                )
         _release(self)
         if SHIELD.held_back:
             SHIELD.let_go()
@@ -218,18 +221,15 @@ class BooksLock(_RLock):  # type: ignore[misc]
 _release: Callable[[Any], None] = _RLock.release
 
 
-def _torn_by(error: BaseException) -> str:
-    """Which handler of a signal has raised ``error`` in the middle of a change; "" where none has."""
+def raised_by_handler(error: BaseException, but_not_in: Collection[CodeType] = ()) -> str:
+    """Which handler of a signal has raised ``error``; "" where none has, or where it was called inside of this code."""
     numbers = {_code_of(signal.getsignal(number)): number for number in signal.valid_signals()}
     step = error.__traceback__
-    while step is not None and step.tb_frame.f_code not in _LETTING_THROUGH:
+    while step is not None and step.tb_frame.f_code not in but_not_in:
         code = step.tb_frame.f_code
         if code in numbers:
             name = getattr(numbers[code], "name", f"signal {numbers[code]}")
-            return (
-                f"{code.co_name}, the handler of {name}, has raised {type(error).__name__} in the middle of a change "
-                "of memory. Let it set a flag that the loop looks at; build the model again, and load a checkpoint"
-            )
+            return f"{code.co_name}, the handler of {name}, has raised {type(error).__name__}"
         step = step.tb_next
     return ""
 

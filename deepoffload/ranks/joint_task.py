@@ -6,10 +6,16 @@ the training: all ranks raise it, and may go on.
 
 A task may go on in a thread, as a save does for which the program does not wait. Then what its rank has said stays
 until all ranks have ended it. Meanwhile they may do other things together.
+
+`[Note: settled]` One key of the store says how a task ends: with the first failure of any rank, or well, where a rank
+has said that it cannot be given up any more (a checkpoint is about to get its name). The first to write it has
+decided. So a rank that gives up late, and one that publishes, never both succeed. All others look there now and then,
+also in the middle of their own work.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
@@ -23,6 +29,19 @@ from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.notices import LOOK_S, Missing, Notices, kind_of
 
 
+class _Failure(NamedTuple):
+    """What a rank has failed with first: at which task, the class of the error, and its text."""
+
+    rank: int
+    task: str
+    name: str
+    text: str
+
+    def error(self) -> DeepOffloadError:
+        """What the other ranks raise."""
+        return kind_of(self.name)(f"rank {self.rank} has failed at {self.task}: {self.text}")
+
+
 class _Message(NamedTuple):
     """What one rank has said.
 
@@ -30,13 +49,23 @@ class _Message(NamedTuple):
         task: what it is at.
         oldest: the first task that it has not ended.
         value: what it gives to all.
-        error: what it has failed with: the class of the error, and its text.
+        error: what the task has failed with.
     """
 
     task: str
     oldest: int
     value: Any = None
-    error: tuple[str, str] | None = None
+    error: _Failure | None = None
+
+
+def _how(said: bytes) -> _Failure | None:
+    """How a task ends, as a rank has said it: with a failure, or well."""
+    first = json.loads(said)
+    return None if first is None else _Failure(*first)
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
 
 
 class JointTasks:
@@ -99,8 +128,10 @@ class JointTask:
         self._tasks, self._number, self._said = tasks, number, said
         self._key = f"task {number}"
         self._part = 0
-        self._told_s = time.monotonic()
+        self._told_s = self._looked_s = time.monotonic()
         self._failure: BaseException | None = None
+        self._given_up: Exception | None = None
+        self._end: Exception | None = None
         self.goes_on = False
 
     @contextmanager
@@ -126,6 +157,20 @@ class JointTask:
         """This rank reads nothing more of it. Idempotent."""
         self._tasks.ended(self._number)
 
+    def give_up(self, error: Exception) -> None:
+        """End the task with an error soon, on all ranks, unless it is settled. May be called in any thread; the one
+        that is at the task raises it."""
+        self._given_up = error
+
+    def settle(self) -> None:
+        """From here on no rank gives it up. [Note: settled]
+
+        Raises:
+            DeepOffloadError: another rank has.
+        """
+        if (failed := self._end_with(None)) is not None:
+            self.refuse(failed.error())
+
     def refuse(self, error: BaseException) -> NoReturn:
         """Raise what every rank raises by itself, as all know the same: nobody is told."""
         self._failure = error
@@ -137,10 +182,9 @@ class JointTask:
         except BaseException as error:
             if error is self._failure:
                 raise
-            before = self._failed_before() if isinstance(error, Exception) else None
-            self._tell(error)
-            if before is not None:
-                raise before from error  # it is what has failed first, and may be why this rank has failed, too
+            first = self._tell(error)
+            if first is not None and first.rank != self.rank and isinstance(error, Exception):
+                raise first.error() from error  # it may be why this rank has failed, too
             raise
         self.gather()
 
@@ -157,16 +201,26 @@ class JointTask:
         found: list[_Message] = []
         with tasks.notices.kept_together():
             for rank in range(self.world_size):
-                found.append(self._heard(part, rank))
-                if found[-1].error is not None:
+                if (said := self._heard(part, rank)) is None:
                     break
+                found.append(said)
+                if said.error is not None:
+                    break
+        if self._end is not None:
+            self._raise_end()
         for rank, said in enumerate(found):  # here, where an error is no end of the training
             self._check(rank, said)
         tasks.all_are_at(min(said.oldest for said in found))
         return [said.value for said in found]
 
     def alive(self) -> None:
-        """To be called now and then by what takes long: the others see that it goes on."""
+        """To be called now and then by what takes long, in the thread that is at it: the others see that it goes on.
+
+        Raises:
+            DeepOffloadError: another rank has failed, or this one is to give up.
+        """
+        if self._is_over():
+            self._raise_end()
         if time.monotonic() - self._told_s >= LOOK_S:
             self._told_s = time.monotonic()
             with self._tasks.notices.kept_together():
@@ -176,28 +230,52 @@ class JointTask:
     def _beat(self) -> str:
         return f"{self._key} goes on"
 
-    def _failed_before(self) -> BaseException | None:
-        """What another rank has said that it has failed with."""
-        part, store = f"{self._key}.{self._part}", self._tasks.store
-        with suppress(DeepOffloadError), self._tasks.notices.kept_together():
-            for rank in range(self.world_size):
-                key = f"{part} of {rank}"
-                said: _Message | None = pickle.loads(store.get(key)) if store.check(key) else None
-                if said is not None and said.error is not None:
-                    return self._failed(rank, said)
-        return None
+    @property
+    def _end_key(self) -> str:
+        return f"{self._key} ends"
 
-    def _heard(self, part: str, rank: int) -> _Message:
-        """What a rank gives to a part."""
+    def _is_over(self) -> bool:
+        """Whether the task ends with an error, as far as this rank knows. It asks now and then. [Note: settled]"""
+        given_up, self._given_up = self._given_up, None
+        if given_up is not None and (failed := self._end_with(given_up)) is not None:
+            self._end = given_up if failed.rank == self.rank else failed.error()
+        elif time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            store = self._tasks.store
+            with self._tasks.notices.kept_together():
+                failed = _how(store.get(self._end_key)) if store.check(self._end_key) else None
+            self._end = None if failed is None else failed.error()
+        return self._end is not None
+
+    def _raise_end(self) -> NoReturn:
+        """Raise that. All ranks find it in the store."""
+        assert self._end is not None
+        self.refuse(self._end)
+
+    def _end_with(self, error: BaseException | None) -> _Failure | None:
+        """Say how the task ends, if nobody has: with ``error``, or well. Returns what it has failed with first."""
+        mine = None if error is None else _Failure(self.rank, self.what, type(error).__name__, _text_of(error))
+        said = json.dumps(mine)
+        with self._tasks.notices.kept_together():
+            found = self._tasks.store.compare_set(self._end_key, "", said)
+        if found == said.encode():
+            self._said.append(self._end_key)
+        return _how(found)
+
+    def _heard(self, part: str, rank: int) -> _Message | None:
+        """What a rank gives to a part; None where the task has ended before."""
         tasks, key = self._tasks, f"{part} of {rank}"
         missing = None
         if self._part == 1:  # who has come to the first part comes to the others, or says why not
             ranks = range(self.world_size)
             missing = Missing(self.what, self._key, lambda: [one for one in ranks if not self._has_said(part, one)])
         place = f"rank {rank} at {self.what}"
-        tasks.notices.wait(lambda: tasks.store.check(key), place, lambda: tasks.store.add(self._beat, 0), missing)
-        said: _Message = pickle.loads(tasks.store.get(key))
-        return said
+
+        def is_there() -> bool:
+            return self._is_over() or tasks.store.check(key)
+
+        tasks.notices.wait(is_there, place, lambda: tasks.store.add(self._beat, 0), missing)
+        return None if self._end is not None else pickle.loads(tasks.store.get(key))
 
     def _has_said(self, part: str, rank: int) -> bool:
         return self._tasks.store.check(f"{part} of {rank}")
@@ -205,7 +283,7 @@ class JointTask:
     def _check(self, rank: int, said: _Message) -> None:
         """Raise what a rank has failed with, and where it is at something else."""
         if said.error is not None:
-            self.refuse(self._failed(rank, said))
+            self.refuse(said.error.error())
         if said.task != self.what:
             self.refuse(
                 UsageError(
@@ -214,18 +292,15 @@ class JointTask:
                 )
             )
 
-    @staticmethod
-    def _failed(rank: int, said: _Message) -> DeepOffloadError:
-        assert said.error is not None
-        name, text = said.error
-        return kind_of(name)(f"rank {rank} has failed at {said.task}: {text}")
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the others raise what this rank has failed with, at the next thing that they wait for."""
-        text = f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
+    def _tell(self, error: BaseException) -> _Failure | None:
+        """Let the others raise what this rank has failed with, at the next thing that they wait for. Returns what has
+        failed first."""
         with suppress(DeepOffloadError):  # then the others have heard of something worse
-            said = _Message(self.what, self._tasks.oldest, error=(type(error).__name__, text))
-            self._say(f"{self._key}.{self._part}", said)
+            first = self._end_with(error)
+            failed = first or _Failure(self.rank, self.what, type(error).__name__, _text_of(error))
+            self._say(f"{self._key}.{self._part}", _Message(self.what, self._tasks.oldest, error=failed))
+            return first
+        return None
 
     def _say(self, part: str, said: _Message) -> None:
         key = f"{part} of {self.rank}"

@@ -113,11 +113,13 @@ class NudgeLink:
         self._sent: dict[tuple[int, int], tuple[torch.Tensor, dist.Work]] = {}
 
     def send(self, rank: int, message: Sequence[int]) -> bool:
-        """Send ``message`` to one rank, this one included. Returns False where that rank has gone.
+        """Send ``message`` to one rank, this one included. Returns False where that rank, or the link, has gone.
 
         gloo sends it when that rank receives it, and forgets it when its memory goes; that rank then waits for it in
         vain. So no message goes to a rank before it has received the last one with the same first word.
         """
+        if not self._groups:
+            return False
         words = torch.tensor(message, dtype=torch.int64, device="cpu")
         try:
             work = self._groups[1].send([words], 2 * rank, 0)
@@ -128,7 +130,7 @@ class NudgeLink:
 
     def reaches(self, rank: int) -> bool:
         """Whether another rank's connection is open."""
-        return not has_gone(2 * rank, self._groups[1])
+        return bool(self._groups) and not has_gone(2 * rank, self._groups[1])
 
     def receive(self) -> list[int]:
         """Sleep until a message comes. For one thread alone.

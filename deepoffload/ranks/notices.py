@@ -234,7 +234,7 @@ class Notices:
         with self.rounds.judged():
             try:
                 yield
-            except (RankError, LinkError):
+            except (DeepOffloadError, LinkError):
                 raise
             except RuntimeError as error:
                 raise LinkError(first_line(error)) from error

@@ -94,7 +94,8 @@ class Sleeper:
                 self._link.send(self._rank, (Message.END, 0, self._rank, 0))
             self._thread.join(ENDS_WITHIN_S)
         if not self._thread.is_alive():
-            self._link.close(stays_connected=stays_connected)
+            with self._lock:
+                self._link.close(stays_connected=stays_connected)
 
     def _run(self) -> None:
         while True:

@@ -175,7 +175,7 @@ def test_from_another_thread_of_the_program(paging: Paging, tmp_path: Path) -> N
 # -- the end of the process ------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time
 import torch
 import deepoffload
 from tests.checkpoint.background import mlp, train
@@ -192,7 +192,7 @@ optimizer = adamw(model)
 for number in range(3):
     train(model, optimizer, number)
 slow = "op=write delay_ms=300"
-if how in ("fork", "ctrl-c", "ctrl-c at the end"):
+if how in ("fork", "ctrl-c") or how.endswith("at the end"):
     looked_at, opened_by = os.pipe()
     slow = f"op=write gate={looked_at}"
 saving.IoEngine = partial(IoEngine, fault_script=slow)
@@ -218,27 +218,39 @@ elif how == "ctrl-c":
     except KeyboardInterrupt:
         print("interrupted", handle.done(), flush=True)
     os.write(opened_by, b"x")
-elif how == "ctrl-c at the end":
-    def interrupt():
+else:
+    def stop(number, frame):
+        sys.exit(7)
+    def interrupt(number):
         threading.main_thread().join()
         time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+        for _ in range(2):  # torchrun sends a second one
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
         os.write(opened_by, b"x")
-    threading.Thread(target=interrupt, daemon=True).start()
+    signal.signal(signal.SIGTERM, stop)
+    number = {"ctrl-c at the end": signal.SIGINT, "sigterm at the end": signal.SIGTERM}.get(how)
+    if number is not None:
+        atexit.register(print, "the end")  # called before ours
+        threading.Thread(target=interrupt, args=[number], daemon=True).start()
 """
 
 
-@pytest.mark.parametrize("how", ["end", "error", "fork", "ctrl-c", "ctrl-c at the end"])
+@pytest.mark.parametrize("how", ["end", "error", "fork", "ctrl-c", "ctrl-c at the end", "sigterm at the end"])
 def test_the_end_of_the_process(how: str, programs: Programs, nvme_path: Path, tmp_path: Path) -> None:
     done = programs.run(PROGRAM, str(nvme_path), str(tmp_path), how, timeout_s=120)
     names = sorted(os.listdir(tmp_path))
-    if how != "ctrl-c at the end":
+    if not how.endswith("at the end"):
         assert names == ["global_step3", "latest"], done.stderr
         assert done.returncode == (how == "error"), done.stderr
     else:
-        assert names == [] and done.returncode == -signal.SIGINT, done.stderr
-        assert "global_step3 in the background failed; earlier checkpoints are intact: the end of" in done.stderr
+        status, what = -signal.SIGINT, "Ctrl-C"
+        if how == "sigterm at the end":
+            status, what = 7, "stop, the handler of SIGTERM, has raised SystemExit"
+        assert names == [] and done.returncode == status, done.stderr
+        why = f"the end of the process waited for it, and was interrupted ({what})"
+        assert done.stderr.endswith(f"failed; earlier checkpoints are intact: {why}\n"), done.stderr
+        assert done.stdout == "the end\n"
     if "latest" in names:
         again = plain(mlp, seed=9)
         assert deepoffload.TrainingState(again, adamw(again)).load(tmp_path).step == 3

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from deepoffload.errors import UsageError
-from deepoffload.ranks.joint_task import JointTasks
+from deepoffload.errors import ClosedError, UsageError
+from deepoffload.ranks import joint_task
+from deepoffload.ranks.joint_task import JointTask, JointTasks
 from tests.support.waiting import wait_until
 
 
@@ -33,6 +34,10 @@ class Store:
 
     def delete_key(self, key: str) -> None:
         del self.values[key]
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        assert expected == ""
+        return self.values.setdefault(key, value.encode())  # type: ignore[no-any-return]
 
 
 class Waiting:
@@ -99,3 +104,33 @@ def test_a_rank_that_fails_goes_on_and_the_others_hear_of_it_later():
             with first.begin("a test").together():
                 pass
     assert do_together([first, second], "another") == [[0, 1], [0, 1]]
+
+
+def test_what_one_rank_gives_up_ends_on_all_unless_it_is_settled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(joint_task, "LOOK_S", 0.0)
+    ranks = ranks_of(Store(), 3)
+    first, second, third = [one.begin("a save") for one in ranks]
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(end_of, second, second.gather)
+        works = pool.submit(end_of, third, lambda: wait_until(lambda: third.alive() is not None))
+        first.give_up(ClosedError("Ctrl-C"))
+        assert str(end_of(first, first.alive)) == "Ctrl-C"
+        why = "rank 0 has failed at a save: Ctrl-C"
+        assert [(type(one.result()), str(one.result())) for one in (waits, works)] == [(ClosedError, why)] * 2
+    assert str(end_of(first, first.settle)) == why
+    first, second, third = [one.begin("a save") for one in ranks]
+    first.settle()
+    second.give_up(ClosedError("Ctrl-C"))
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda task: end_of(task, task.gather), (first, second, third))) == [None] * 3
+
+
+def end_of(task: JointTask, call: Callable[[], Any]) -> BaseException | None:
+    """What the call fails with, as a part of the task."""
+    task.goes_on = True
+    try:
+        with task.together():
+            call()
+    except ClosedError as error:
+        return error
+    return None
