@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m deepoffload.e
                 options.ranks = on_ranks.launched_ranks()
                 check_launched(options, options.ranks)
             if not options.machine:  # which may say how many
-                check_link(options, options.ranks, has_device=False)
+                check_link(options, options.ranks)
             return _run(options, said)
     except DeepOffloadError as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -165,18 +165,35 @@ def _unmeasured(options: argparse.Namespace, together: on_ranks.MeasuringRanks |
 
 def _with_ranks(options: argparse.Namespace, spec: MachineSpec) -> MachineSpec:
     ranks = options.ranks or spec.ranks
-    check_link(options, ranks, has_device=spec.has_device)
+    check_link(options, ranks)
+    if options.device_budget is not None and not spec.has_device:
+        raise UsageError(f"--device-budget: {options.machine} has no device (device_memory_bytes); leave it out")
     if ranks % spec.nodes:
         raise UsageError(f"--ranks {ranks}: the machine has {spec.nodes} nodes, which get equal numbers of ranks")
     each, most = ranks // spec.nodes, spec.host_memory_bytes // max(1, spec.process_bytes)
-    if not spec.has_device and each > max(1, most):
+    if each > max(1, most):
         raise UsageError(
             f"--ranks {ranks}: {each} processes of {format_bytes(spec.process_bytes)} do not fit in a host's memory of "
             f"{format_bytes(spec.host_memory_bytes)}, even without a model; use at most {max(1, most) * spec.nodes}"
         )
-    spec = replace(spec, devices_per_node=each)
+    spec = _on_devices(spec, each) if spec.has_device else replace(spec, devices_per_node=each)
     rate = options.link_rate
     return spec if rate is None else replace(spec, rank_gather_bytes_per_s=rate, rank_reduce_bytes_per_s=rate)
+
+
+def _on_devices(spec: MachineSpec, each: int) -> MachineSpec:
+    """A machine with devices, of which a node has ``each`` ranks: one on a device, or as many as its file allows."""
+    devices, most = spec.devices_per_node, spec.ranks_per_device
+    if each <= devices:
+        return replace(spec, devices_per_node=each, ranks_per_device=1)
+    sharing = -(-each // devices)
+    if sharing > most or each % devices:
+        shared = "one rank computes" if most == 1 else f"{most} ranks at most compute"
+        raise UsageError(
+            f"--ranks: {each} on a node, which has devices_per_node = {devices}; {shared} on each device, and all have "
+            "equally many. Correct devices_per_node, or say ranks_per_device where ranks are to share devices"
+        )
+    return replace(spec, ranks_per_device=sharing)
 
 
 def _machine(
@@ -210,6 +227,7 @@ def _config(options: argparse.Namespace) -> Config:
     return Config(
         host_budget=options.host_budget,
         nvme_budget=options.nvme_budget,
+        device_budget=options.device_budget,
         precision=Precision(options.precision or "bf16"),
         step_overlap=None if options.step_overlap is None else StepOverlap(options.step_overlap),
         gradient_accumulation_steps=options.accumulation,

@@ -19,6 +19,9 @@ def advice(found: Estimate) -> str:
     smallest, room = found.of_node(found.smallest_bytes), found.of_node(found.room_bytes)
     if room == 0:
         return f"Use {_LESS_BESIDE}, or a machine with at least {memory} of host memory."
+    if found.device_enough_bytes is not None:
+        budget = at_least(found.device_enough_bytes * found.machine.ranks_per_device)
+        return f"Give it a device_budget of at least {budget}, on a device that has as much."
     disk = _disk(found)
     if smallest > room:
         more = f"Use a machine with at least {memory} of host memory"
@@ -66,5 +69,5 @@ def _disk(found: Estimate) -> str:
 
 def _memory_for(found: Estimate, budget: int) -> str:
     """Host memory of a node in which such a budget has room."""
-    others = found.machine.host_memory_bytes // found.machine.devices_per_node - found.room_bytes
+    others = found.machine.host_memory_bytes // found.machine.ranks_per_node - found.room_bytes
     return at_least(found.of_node(others + budget))

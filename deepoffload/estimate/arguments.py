@@ -15,7 +15,7 @@ _OF_LINKS = {"link_rate": None, "transport": "auto"}
 _OF_TRAINING = {
     **dict.fromkeys(("largest", "deepspeed", "zero_infinity", "checkpointing"), False),
     **dict.fromkeys(("plot_efficiency", "plot_budget", "order", "step_overlap"), None),
-    **dict.fromkeys(("offload_activations", "activation_budget"), None),
+    **dict.fromkeys(("offload_activations", "activation_budget", "device_budget"), None),
     "accumulation": 1,
     "activations": "auto",
     "optimizer": "adamw",
@@ -106,7 +106,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         help="of all ranks of a host, as in the configuration; not said: what there is",
     )
     machine.add_argument("--nvme-budget", type=_bytes, metavar="BYTES", help="of all ranks of a host; 0 for none")
-    machine.add_argument("--ranks", type=_count, metavar="N", help="processes that train it together, on CPUs")
+    text = "of a device's memory, as in the configuration; not said: half of it at most"
+    machine.add_argument("--device-budget", type=_bytes, metavar="BYTES", help=text)
+    text = "processes that train it together: on CPUs, or on the devices of a machine file"
+    machine.add_argument("--ranks", type=_count, metavar="N", help=text)
     machine.add_argument(
         "--link-rate", type=_bytes, metavar="BYTES", help="per second, from the other ranks to one; else measured"
     )
@@ -166,6 +169,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.link_rate == 0:
         raise ConfigError("--link-rate 0: nothing would ever arrive; give bytes per second, such as 4GB")
+    if options.device_budget is not None and not options.machine:
+        raise ConfigError("--device-budget is that of a device: describe it with --machine, or leave this out")
     if options.machine and options.measure:
         raise ConfigError("--machine describes a machine and --measure measures this one; give one of them")
     if options.machine and options.runs:
@@ -205,18 +210,15 @@ def check_launched(options: argparse.Namespace, ranks: int) -> None:
             raise ConfigError(f"{_option(name)}, but a launcher has started {ranks} processes: start one alone")
 
 
-def check_link(options: argparse.Namespace, ranks: int, *, has_device: bool) -> None:
-    """Refuse what is said of a link that nothing counts: between ``ranks``, on devices or not.
+def check_link(options: argparse.Namespace, ranks: int) -> None:
+    """Refuse what is said of a link that is not there.
 
     Raises:
         ConfigError: such an option would be ignored.
     """
-    for name, unsaid in _OF_LINKS.items() if ranks == 1 or has_device else ():
-        if getattr(options, name) == unsaid:
-            continue
-        if has_device:
-            raise ConfigError(f"{_option(name)}: what ranks on devices exchange is not counted; leave it out")
-        raise ConfigError(f"{_option(name)} is that of several ranks: say --ranks N, or leave it out")
+    for name, unsaid in _OF_LINKS.items() if ranks == 1 else ():
+        if getattr(options, name) != unsaid:
+            raise ConfigError(f"{_option(name)} is that of several ranks: say --ranks N, or leave it out")
 
 
 def _option(name: str) -> str:

@@ -80,6 +80,9 @@ class Planner:
             raise UsageError(f"{type(model).__name__} has no parameters that could be placed")
         self._config = config
         self._link = link
+        # One of several ranks plans for memory through which its copies come to the device. What is asked of the
+        # host alone is asked with as much of the device as it takes.
+        self._any_device_bytes = UNBOUNDED_BYTES if link is not None and on_device else 0
         self._no_guesses = why_no_guesses(config, on_device=on_device)
         self._params = [handle.tensor for handle in handles if handle.tensor is not None]
         self._cutter = cutter_of(pager, gradients, config, [model], handles)
@@ -90,21 +93,23 @@ class Planner:
         return self._cutter.types
 
     def plan(
-        self, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths, device_bytes: int = 0
+        self, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths, device_bytes: int | None = None
     ) -> BlockPlan:
-        """Place the model as ``offload_context`` would. ``device_bytes``: its device budget.
+        """Place the model as ``offload_context`` would. ``device_bytes``: its device budget; None: enough.
 
         Raises:
             PlacementError: it does not fit; the message carries the table.
         """
         exchange = None if self._link is None else self._link.exchange
+        device_bytes = self._any_device_bytes if device_bytes is None else device_bytes
         capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange, self._no_guesses)
         choice = choose(self._cutter, self._config, room)
         plan = _block_plan(choice, choice.device_bytes(device_bytes))
         if self._link is None:
             return plan
-        share = rank_share(choice, self._link, room.capacity_bytes, self._config.gradient_accumulation_steps)
+        steps = self._config.gradient_accumulation_steps
+        share = rank_share(choice, self._link, room.capacity_bytes, plan.device_bytes, steps)
         return replace(plan, rank=share, registered_bytes=self._registered_bytes(room.capacity_bytes))
 
     def _registered_bytes(self, capacity_bytes: int) -> int:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from deepoffload.config.resolve import unsaid_device_bytes
-from deepoffload.config.units import parse_bytes
+from deepoffload.config.units import format_bytes, parse_bytes
 from deepoffload.errors import ConfigError
 from deepoffload.estimate.checks import at_least, positive, positive_integer
 from deepoffload.schedule.cost_model import Bandwidths, LinkRates
 
 PROCESS_BYTES = 220 << 20
 """Python, torch without CUDA and deepoffload, as measured; a process with CUDA takes some 500 MiB more."""
+
+DEVICE_RATES = ("flops_per_s", "device_bytes_per_s", "link_bytes_per_s")
+"""What a file has to say of a device."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class MachineSpec:
     in several ranks, each of them is a device: ``devices_per_node`` says how many share a node's cores.
 
     Attributes:
+        ranks_per_device: processes that compute on one device, and share its memory, its rates and its bus.
         flops_per_s: what matrix products of the model's size reach, in the precision computed in.
         device_memory_bytes: of one device; 0: the CPU computes, in host memory.
         device_bytes_per_s: memory bandwidth of what computes.
@@ -46,6 +50,7 @@ class MachineSpec:
     name: str = "described machine"
     nodes: int = 1
     devices_per_node: int = 1
+    ranks_per_device: int = 1
     flops_per_s: float = 5e11
     device_memory_bytes: int = 0
     device_bytes_per_s: float = 2e10
@@ -69,8 +74,10 @@ class MachineSpec:
     round_overhead_s: float = 3e-4
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "devices_per_node", "host_memory_bytes"):
+        for name in ("nodes", "devices_per_node", "ranks_per_device", "host_memory_bytes"):
             positive_integer(name, getattr(self, name))
+        if self.ranks_per_device > 1 and not self.device_memory_bytes:
+            raise ConfigError("ranks_per_device is about devices with their own memory: say device_memory_bytes, too")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_per_s"):
@@ -82,21 +89,43 @@ class MachineSpec:
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.devices_per_node
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.devices_per_node * self.ranks_per_device
 
     @property
     def has_device(self) -> bool:
         return self.device_memory_bytes > 0
 
+    @property
+    def device_share_bytes(self) -> int:
+        """Of a device's memory, the part of one of the ranks that compute there."""
+        return self.device_memory_bytes // self.ranks_per_device
+
     def device_budget_bytes(self, said: int | None) -> int:
-        """What ``offload_context`` takes of a device at most. ``said``: ``device_budget``."""
+        """What ``offload_context`` takes of a device at most, in one rank. ``said``: ``device_budget``, a device's.
+
+        Raises:
+            ConfigError: it is more than the device has.
+        """
         if not self.has_device:
             return 0
-        return unsaid_device_bytes(self.device_memory_bytes) if said is None else said
+        if said is not None and said > self.device_memory_bytes:
+            has = format_bytes(self.device_memory_bytes)
+            raise ConfigError(f"a device budget of {format_bytes(said)}, but a device has {has}; lower it")
+        return unsaid_device_bytes(self.device_share_bytes) if said is None else said // self.ranks_per_device
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Between host and device, each direction, of one rank. Its bytes pass through the host's memory, which all
+        ranks share."""
+        return min(self.link_bytes_per_s / self.ranks_per_device, self.host_bytes_per_s / self.ranks_per_node)
 
     def bandwidths(self) -> Bandwidths:
-        """What one rank has of them: the devices of a node share its disks and its memory."""
-        share = self.devices_per_node
+        """What one rank has of them: the ranks of a node share its disks and its memory."""
+        share = self.ranks_per_node
         return Bandwidths(
             self.nvme_read_bytes_per_s / share,
             self.nvme_write_bytes_per_s / share,
@@ -116,7 +145,8 @@ def read_machine(path: str | os.PathLike[str]) -> MachineSpec:
     """A machine from a JSON file whose keys are the attributes of :class:`MachineSpec`; bytes may be text ("1.5TB").
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown key, or a number that makes no sense.
+        ConfigError: the file cannot be read, has an unknown key, a number that makes no sense, or a device without its
+            rates.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -139,6 +169,12 @@ def machine_from(found: dict[str, Any], where: str) -> MachineSpec:
         values[key] = _number(f"{where}: {key}", key, value)
         if key != "name" and (isinstance(values[key], bool) or not isinstance(values[key], (int, float))):
             raise ConfigError(f"{where}: {key} must be a number, not {value!r}")
+    missing = [key for key in DEVICE_RATES if values.get("device_memory_bytes") and key not in values]
+    if missing:
+        raise ConfigError(
+            f"{where}: describes a device (device_memory_bytes) without {', '.join(missing)}, and what is not said is "
+            "a CPU's. Say how fast the device is"
+        )
     try:
         return MachineSpec(**values)
     except ConfigError as error:

@@ -40,7 +40,7 @@ WHOLE_COPIES, ON_THEIR_WAY = "whole copies", "gradients on their way"
 @dataclass(frozen=True)
 class MemoryRow:
     """Bytes of one purpose. ``device``: of a device with its own memory. ``pinned``: host memory that the device
-    reads (page-locked where the limits allow it). ``pageable``: other host memory."""
+    reads or writes (page-locked where the limits allow it). ``pageable``: other host memory."""
 
     name: str
     device: int = 0
@@ -107,36 +107,42 @@ def estimate_memory(
         overlap: when the updates of the simulated run are made. None: as the placement says.
         run: None where only model states are asked for.
         process_bytes: what the process takes before there is a model (Python, torch, the program's libraries).
-        has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked.
+        has_device: activations and the weights in use are in a device's own memory, and the arena is page-locked; with
+            several ranks, of the arena what bytes pass through to the device and back.
         together: how many micro-batches go through the model side by side. All of them come to the last unit before the
             first backward begins.
         shared_bytes: of the gradient of each weight that the last unit and others use.
         leaving: which activations leave where they are made, next to what ``blocks`` takes of the host budget.
     """
     placement = blocks.placement
+    pins_blocks = has_device and blocks.rank is None
     rows = []
     for kind in (BlockKind.WEIGHT, BlockKind.GRADIENT, BlockKind.STATE):
         near = blocks.kind_bytes(kind, placement.resident)
         away = placement.paged & written if kind is BlockKind.GRADIENT and written is not None else placement.paged
         far = sum(blocks.extent_bytes(b) for b in placement.blocks if b.kind is kind and b.id in away)
-        rows.append(_near(kind.value, near, has_device, nvme=far))
+        rows.append(_near(kind.value, near, pins_blocks, nvme=far))
     if (overlap or placement.step_overlap) is StepOverlap.SPECULATIVE:
         rows.append(MemoryRow(GUESSES, nvme=kept_bytes(placement), note="what they change, kept until the step"))
     if blocks.rank is not None:
         share = blocks.rank
-        rows.append(MemoryRow(WHOLE_COPIES, pageable=share.shown_bytes, note="of units, gathered from all ranks"))
-        rows.append(MemoryRow(ON_THEIR_WAY, pageable=share.way_bytes, note="to the ranks that own them"))
+        note = f"of units, gathered from all ranks{', on their way to the device' if has_device else ''}"
+        rows.append(_near(WHOLE_COPIES, share.taken_bytes, has_device, note=note))
+        slots = share.slots_bytes if has_device else 0
+        note = "to the ranks that own them"
+        rows.append(MemoryRow(ON_THEIR_WAY, pinned=slots, pageable=share.way_bytes - slots, note=note))
     total_bytes = sum(block.nbytes for block in placement.blocks)
     arena_bytes = min(placement.capacity_bytes, total_bytes)
     dynamic = arena_bytes - placement.resident_bytes
     window = placement.window
     slots = min(window.ring_bytes, dynamic)
-    rows.append(_near("slots for state", slots, has_device, note=f"{window.ring_pieces} pieces" if slots else ""))
-    rows.append(_near("prefetch window", dynamic - slots, has_device, note="weights and gradients in use and ahead"))
+    rows.append(_near("slots for state", slots, pins_blocks, note=f"{window.ring_pieces} pieces" if slots else ""))
+    rows.append(_near("prefetch window", dynamic - slots, pins_blocks, note="weights and gradients in use and ahead"))
     if run is not None:
         rows += _activations(run, has_device, together, leaving, shared_bytes)
         if has_device:
-            taken, note = blocks.device_bytes, "in one piece: weights, and optimizer state with a device_budget"
+            taken, state = blocks.device_bytes, ", and optimizer state with a device_budget"
+            note = f"in one piece: weights{state if blocks.rank is None else ', whole'}"
             rows.append(MemoryRow("units on the device", device=taken, note=note))
     rows.append(MemoryRow("process", pageable=process_bytes, note="Python, torch and other libraries"))
     arena = placement.capacity_bytes if blocks.rank is None else blocks.rank.arena_bytes

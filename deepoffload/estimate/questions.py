@@ -10,7 +10,7 @@ from typing import Any
 from deepoffload.config import Config
 from deepoffload.config.resolve import may_use_nvme, unsaid_host_bytes, unsaid_nvme_bytes
 from deepoffload.config.units import at_least, at_most, format_bytes, parse_bytes
-from deepoffload.errors import ConfigError, PlacementError
+from deepoffload.errors import ConfigError, DevicePlacementError, PlacementError
 from deepoffload.estimate.blocks import UNBOUNDED_BYTES, BlockPlan, Planner
 from deepoffload.estimate.checks import positive_integer
 from deepoffload.estimate.decoder import DecoderShape
@@ -58,7 +58,8 @@ class Estimate:
     NVMe; None: there is none. whole_bytes: weights, gradients and optimizer state. beside_bytes: of host memory, what
     everything but the budget takes with this batch. room_bytes: the largest budget that leaves so much. problem: why it
     does not fit (then only ``run`` and ``smallest_bytes`` may be known). smallest_bytes: the least budget with which it
-    can be placed. with_disk: how it fits with more NVMe; None where it fits, or where NVMe is not what is missing.
+    can be placed. device_enough_bytes: the least device budget of a rank with which it can, where that is what is too
+    small. with_disk: how it fits with more NVMe; None where it fits, or where NVMe is not what is missing.
     order: in which micro-batches are run. other_order: the same in the other one, where there are several micro-batches
     and both orders.
     steps_of_endurance: optimizer steps after which the node's drives are worn out; None where nothing is known of that.
@@ -78,6 +79,7 @@ class Estimate:
     memory: MemoryEstimate | None
     step: StepEstimate | None
     problem: str
+    device_enough_bytes: int | None = None
     with_disk: WithDisk | None = None
     order: AccumulationOrder = AccumulationOrder.HORIZONTAL
     other_order: InOrder | None = None
@@ -88,7 +90,7 @@ class Estimate:
 
     def of_node(self, nbytes: int) -> int:
         """What all ranks of a node take together, where each takes ``nbytes``."""
-        return nbytes * self.machine.devices_per_node
+        return nbytes * self.machine.ranks_per_node
 
     @property
     def leaving_bytes(self) -> int:
@@ -122,31 +124,28 @@ def estimate(
     """Plan ``subject`` on ``machine``: memory by tier, and a step on the simulated clock.
 
     Without budgets in ``config`` they are those that ``offload_context`` would take of this machine.
-    With several ranks on CPUs it is the plan that each of them makes. For several devices every rank's share is what
-    one rank would plan for a model of that part, and what ranks exchange is not counted.
+    With several ranks it is the plan that each of them makes.
 
     Args:
         time_ops: gives seconds of a run's operators as measured; it is asked only where the model fits.
         progress: is told of what takes long.
 
     Raises:
-        ConfigError: the configuration asks for what the machine does not have.
+        ConfigError: the configuration asks for what the machine does not have. UnsupportedError: or for what several
+            ranks cannot do.
         UsageError: the model cannot be run on shapes.
     """
     link = planned_link(machine, config)
     order, other = _orders(config)
     planner = Planner(subject.module, config, link, on_device=machine.has_device)
     bandwidths, (capacity, nvme) = machine.bandwidths(), budgets(machine, config)
-    # One device of several plans for its part: the same plan in a memory and on disks that are so many times larger.
-    parts = machine.ranks if link is None else 1
-    planned, nvme_planned = capacity * parts, None if nvme is None else nvme * parts
-    room_there: dict[str, Any] = {"nvme_bytes": nvme_planned, "bandwidths": bandwidths}
-    room_there["device_bytes"] = machine.device_budget_bytes(config.device_budget)
-    blocks, problem = None, ""
+    device = machine.device_budget_bytes(config.device_budget)
+    blocks, problem, device_enough = None, "", None
     try:
-        blocks = planner.plan(capacity_bytes=planned, **room_there)
+        blocks = planner.plan(capacity_bytes=capacity, nvme_bytes=nvme, bandwidths=bandwidths, device_bytes=device)
     except PlacementError as error:
         problem = str(error)
+        device_enough = error.enough_bytes if isinstance(error, DevicePlacementError) else None
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)
     runs = RunsByOrder(subject, known, planner.types, config, machine, progress)
@@ -155,31 +154,29 @@ def estimate(
     on: dict[str, Any] = {"process_bytes": machine.process_bytes, "has_device": machine.has_device, "leaving": gone}
     on["shared_bytes"] = shared_gradient_bytes(subject.module, planner.types)
     beside = _beside(known, run, together_in(config, order), on)
-    room = max(0, machine.host_memory_bytes // machine.devices_per_node - beside)
-    smallest = _smallest(planner, nvme_planned, bandwidths)
+    room = max(0, machine.host_memory_bytes // machine.ranks_per_node - beside)
     found = Estimate(
         subject=subject,
         machine=machine,
         config=config,
         capacity_bytes=capacity,
         nvme_bytes=nvme,
-        whole_bytes=-(-sum(block.nbytes for block in known.placement.blocks) // parts),
+        whole_bytes=sum(block.nbytes for block in known.placement.blocks),
         room_bytes=room,
         beside_bytes=beside,
-        smallest_bytes=None if smallest is None else -(-smallest // parts),
+        smallest_bytes=_smallest(planner, nvme, bandwidths),
         run=run,
         blocks=None,
         memory=None,
         step=None,
         problem=problem if room else NO_ROOM,
+        device_enough_bytes=device_enough,
         order=order,
     )
     if blocks is None and room:
-        return replace(found, with_disk=_with_disk(planner, found, bandwidths, parts))
+        return replace(found, with_disk=_with_disk(planner, found, bandwidths))
     if blocks is None or not found.fits:
         return found
-    if parts > 1:
-        blocks = _part(blocks, parts)
     memory = estimate_memory(blocks, run, together=together_in(config, order), **on)
     problem = gone.problem(memory.left_bytes) or _too_much(memory, machine, room)
     found = replace(found, blocks=blocks, memory=memory, problem=problem)
@@ -235,7 +232,7 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
     Raises:
         ConfigError: the configuration asks for what the machine does not have.
     """
-    each = machine.devices_per_node
+    each = machine.ranks_per_node
     capacity = _host_bytes(machine, config) - _leaving(machine, config).part_bytes
     if config.nvme_budget and not machine.nvme_bytes:
         raise ConfigError(
@@ -254,7 +251,7 @@ def budgets(machine: MachineSpec, config: Config) -> tuple[int, int | None]:
 
 def _host_bytes(machine: MachineSpec, config: Config) -> int:
     """The host budget of one rank, activations included."""
-    each = machine.devices_per_node
+    each = machine.ranks_per_node
     if config.host_budget is None:
         return unsaid_host_bytes(max(0, machine.host_memory_bytes // each - machine.process_bytes))
     return config.host_budget // each
@@ -262,18 +259,16 @@ def _host_bytes(machine: MachineSpec, config: Config) -> int:
 
 def _leaving(machine: MachineSpec, config: Config) -> Leaving:
     """Which activations leave where they are made."""
-    host_bytes, ranks = _host_bytes(machine, config), machine.devices_per_node
+    host_bytes, ranks = _host_bytes(machine, config), machine.ranks_per_node
     return leaving(config, host_bytes, has_device=machine.has_device, ranks=ranks)
 
 
 def surely_too_large(subject: Subject, machine: MachineSpec, config: Config) -> bool:
     """Whether memory and NVMe together cannot hold the model at any rates."""
     capacity, nvme = budgets(machine, config)
-    link = planned_link(machine, config)
-    planner = Planner(subject.module, config, link)
+    planner = Planner(subject.module, config, planned_link(machine, config), on_device=machine.has_device)
     whole = planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=machine.bandwidths())
-    parts = machine.ranks if link is None else 1
-    return sum(block.nbytes for block in whole.placement.blocks) > (capacity + (nvme or 0)) * parts
+    return sum(block.nbytes for block in whole.placement.blocks) > capacity + (nvme or 0)
 
 
 def _beside(blocks: BlockPlan, run: DryRun | None, together: int, on: dict[str, Any]) -> int:
@@ -295,64 +290,35 @@ def _smallest(planner: Planner, nvme_bytes: int | None, bandwidths: Bandwidths) 
         return None
 
 
-def _with_disk(planner: Planner, found: Estimate, bandwidths: Bandwidths, ranks: int) -> WithDisk | None:
-    """See ``Estimate.with_disk``. ``ranks``: of how many ``planner`` makes one plan."""
+def _with_disk(planner: Planner, found: Estimate, bandwidths: Bandwidths) -> WithDisk | None:
+    """See ``Estimate.with_disk``."""
     budget = found.capacity_bytes
     smallest = _smallest(planner, UNBOUNDED_BYTES, bandwidths)
     if smallest is None:
         return None
-    least, most = parse_bytes(at_least(-(-smallest // ranks))), parse_bytes(at_most(found.room_bytes))
+    least, most = parse_bytes(at_least(smallest)), parse_bytes(at_most(found.room_bytes))
     if least > most:
         return None
-    if budget * ranks < smallest or budget > found.room_bytes:
+    if budget < smallest or budget > found.room_bytes:
         budget = min(max(budget, least), most)
     try:
-        planner.plan(capacity_bytes=budget * ranks, nvme_bytes=0, bandwidths=bandwidths)
+        planner.plan(capacity_bytes=budget, nvme_bytes=0, bandwidths=bandwidths)
     except PlacementError as error:
-        needed = -(-(error.enough_nvme_bytes or 0) // ranks)
+        needed = error.enough_nvme_bytes or 0
         return WithDisk(budget, needed) if needed > (found.nvme_bytes or 0) else None
     return None
 
 
-def _part(blocks: BlockPlan, ranks: int) -> BlockPlan:
-    """One rank's share of every block."""
-    placement = blocks.placement
-
-    def part(nbytes: int) -> int:
-        return -(-nbytes // ranks)
-
-    window = placement.window
-    return replace(
-        blocks,
-        content_bytes={block: part(nbytes) for block, nbytes in blocks.content_bytes.items()},
-        registered_bytes=part(blocks.registered_bytes),
-        placement=replace(
-            placement,
-            blocks=tuple(replace(block, nbytes=part(block.nbytes)) for block in placement.blocks),
-            capacity_bytes=part(placement.capacity_bytes),
-            resident_bytes=part(placement.resident_bytes),
-            dynamic_bytes=part(placement.dynamic_bytes),
-            lookahead_bytes=part(placement.lookahead_bytes),
-            nvme_bytes=part(placement.nvme_bytes),
-            window=replace(
-                window,
-                weight_bytes=part(window.weight_bytes),
-                gradient_bytes=part(window.gradient_bytes),
-                ring_bytes=part(window.ring_bytes),
-            ),
-        ),
-    )
-
-
 def _too_much(memory: MemoryEstimate, machine: MachineSpec, room: int) -> str:
-    host = memory.host_bytes * machine.devices_per_node
+    host = memory.host_bytes * machine.ranks_per_node
     if host > machine.host_memory_bytes:
         return (
             f"the node's host memory must hold {host} bytes but has {machine.host_memory_bytes}: next to activations "
             f"and processes there is room for a host_budget of {room} bytes"
         )
-    if machine.has_device and memory.device_bytes > machine.device_memory_bytes:
-        return f"a device must hold {memory.device_bytes} bytes but has {machine.device_memory_bytes}"
+    on_device = memory.device_bytes * machine.ranks_per_device
+    if machine.has_device and on_device > machine.device_memory_bytes:
+        return f"a device must hold {on_device} bytes but has {machine.device_memory_bytes}"
     return ""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepoffload.config.units import format_bytes
 from deepoffload.estimate.advice import advice
+from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.questions import Estimate, InOrder
 from deepoffload.estimate.zero_infinity import PublishedValue
 
@@ -23,9 +24,8 @@ def text(estimate: Estimate) -> str:
             f"{subject.batch.size} x {subject.batch.length} tokens, precision {estimate.config.precision.value}"
         ),
         (
-            f"on {machine.name}: {machine.nodes} x {machine.devices_per_node} "
-            f"{'ranks' if machine.ranks > 1 and not machine.has_device else 'devices'}, host "
-            f"{format_bytes(machine.host_memory_bytes)}, NVMe {format_bytes(machine.nvme_bytes)}"
+            f"on {machine.name}: {_size_of(machine)}, host {format_bytes(machine.host_memory_bytes)}, "
+            f"NVMe {format_bytes(machine.nvme_bytes)}"
         ),
         "",
         (
@@ -41,9 +41,18 @@ def text(estimate: Estimate) -> str:
     return "\n".join([*lines, "", advice(estimate)])
 
 
+def _size_of(machine: MachineSpec) -> str:
+    """Hosts, and what each has."""
+    text = f"{machine.nodes} x {machine.devices_per_node} "
+    if not machine.has_device:
+        return text + ("ranks" if machine.ranks > 1 else "devices")
+    ranks = f", {machine.ranks_per_device} ranks on each" if machine.ranks_per_device > 1 else ""
+    return f"{text}devices of {format_bytes(machine.device_memory_bytes)}{ranks}"
+
+
 def _host_budget(estimate: Estimate) -> str:
     """Each figure that there is of it, and what it is."""
-    capacity, config, ranks = estimate.capacity_bytes, estimate.config, estimate.machine.devices_per_node
+    capacity, config, ranks = estimate.capacity_bytes, estimate.config, estimate.machine.ranks_per_node
     said = "as said" if config.host_budget is not None else "not said: what the engine takes by itself"
     whole = estimate.of_node(capacity + estimate.leaving_bytes)
     if ranks > 1:
@@ -83,6 +92,10 @@ def _memory(estimate: Estimate) -> list[str]:
         f"host peak per rank {format_bytes(memory.host_bytes)} (while building {format_bytes(memory.build_bytes)}); "
         f"per node: host {format_bytes(estimate.node_host_bytes)}, NVMe {format_bytes(estimate.node_nvme_bytes)}"
     )
+    machine = estimate.machine
+    if machine.has_device:
+        taken = format_bytes(memory.device_bytes * machine.ranks_per_device)
+        lines[-1] += f"; per device: {taken} of {format_bytes(machine.device_memory_bytes)}"
     return lines
 
 
@@ -115,6 +128,10 @@ def _step(estimate: Estimate) -> list[str]:
             f"from other ranks per step: weights {format_bytes(step.from_others.gathered_bytes)}, gradients "
             f"{format_bytes(step.from_others.reduced_bytes)}, {times.link_s:.3g} s"
         )
+    if times.to_device_bytes or times.from_device_bytes:
+        ranks = estimate.machine.ranks_per_device
+        there, back = (format_bytes(nbytes * ranks) for nbytes in (times.to_device_bytes, times.from_device_bytes))
+        lines.append(f"over the bus of each device per step: {there} to it, {back} from it")
     if step.activation_bytes:
         lines.append(
             f"activations: {format_bytes(step.activation_bytes)} go to NVMe and come back in each step, for which it "
@@ -198,6 +215,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         found["memory"] = {
             "rows": [asdict(row) for row in memory.rows],
             "device_bytes": memory.device_bytes,
+            "each_device_bytes": memory.device_bytes * estimate.machine.ranks_per_device,
             "pinned_bytes": memory.pinned_bytes,
             "host_peak_bytes": memory.host_bytes,
             "build_bytes": memory.build_bytes,

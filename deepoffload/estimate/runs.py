@@ -63,10 +63,10 @@ class RunsByOrder:
             return mode is ActivationMode.RECOMPUTE
         machine, room = self._machine, ActivationRoom()
         room.measured(usual.saved_bytes - usual.head_bytes)
-        free_bytes = machine.host_memory_bytes // machine.devices_per_node
+        free_bytes = machine.host_memory_bytes // machine.ranks_per_node
         free_bytes -= machine.process_bytes + self._blocks.placement.capacity_bytes
         if machine.has_device:
-            free_bytes = machine.device_memory_bytes - self._blocks.device_bytes
+            free_bytes = machine.device_share_bytes - self._blocks.device_bytes
         return not room.holds(together, lambda: free_bytes)
 
 

@@ -61,38 +61,49 @@ class StepCosts:
         self._staying = blocks.placement.resident
         weights_bytes = blocks.kind_bytes(BlockKind.WEIGHT, frozenset(self._content))
         self._weights_stay = machine.has_device and weights_bytes <= DEVICE_SHARE * machine.device_memory_bytes
+        self._keeps_elsewhere = machine.has_device and self._rank is None
 
     def device(self, host_budget_bytes: int) -> TimedDevice | None:
-        """The machine's device; None where the program computes itself."""
+        """The machine's device, or this rank's share of it; None where the program computes itself."""
         if not self._machine.has_device:
             return None
+        bus, rank = self._machine.bus_bytes_per_s, self._rank
+        if rank is not None:
+            return TimedDevice(bus, rank.slots_bytes, arriving_bytes=rank.copies_bytes, program_lands=True)
         slot_bytes, slots = ring_of(host_budget_bytes)
-        return TimedDevice(self._machine.link_bytes_per_s, slot_bytes * slots)
+        return TimedDevice(bus, slot_bytes * slots)
 
     def timed(self, uses: Iterable[StepUse]) -> list[TimedUse]:
         """With a device whose memory holds all weights, they come to it in the step's first use of them, since its
-        update has changed them."""
+        update has changed them. (Those of several ranks come and go as whole copies.)"""
         found: list[TimedUse] = []
         there: set[int] = set()
         for use in uses:
-            found.append(self._timed(use, [unit for unit in use.units if unit not in there]))
+            coming = [unit for unit in use.units if unit not in there] if self._rank is None else []
+            found.append(self._timed(use, coming))
             if self._weights_stay and use.phase is not Phase.UPDATE:
                 there.update(use.units)
         return found
 
     def _timed(self, use: StepUse, coming: Sequence[int]) -> TimedUse:
         seconds = self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use)
-        timed = TimedUse(use.use, use.phase, seconds)
+        timed, updates = TimedUse(use.use, use.phase, seconds), use.phase is Phase.UPDATE
         if self._machine.has_device:
-            work = None if use.phase is Phase.UPDATE else self._device_work(use, coming)
-            return replace(timed, device_work=work, in_backward=use.in_backward)
+            work = None if updates else self._device_work(use, coming)
+            timed = replace(timed, device_work=work, in_backward=use.in_backward)
         if self._rank is None:
             return timed
         weights = tuple(self._units[unit].weights for unit in use.units)
-        if use.phase is Phase.UPDATE:
+        if updates:
             return replace(timed, changed=weights)
+        return replace(timed, link_s=0.0 if self._machine.has_device else self._reduce_s(use), shown=weights)
+
+    def _reduce_s(self, use: StepUse) -> float:
+        """In which the gradients that land in a use are added up over the ranks."""
+        if self._rank is None:
+            return 0.0
         reduce_s = sum(self._rank.reduce_s(unit) * count / self._trained[unit] for unit, count in self._landed(use))
-        return replace(timed, link_s=self._together * reduce_s, shown=weights)
+        return self._together * reduce_s
 
     def _landed(self, use: StepUse) -> list[tuple[int, int]]:
         """Units whose gradients land in a use, and how many of them, for each micro-batch."""
@@ -118,15 +129,22 @@ class StepCosts:
         landings = self._landed(use)
         out_bytes = sum(self._gradient_bytes(unit) * count / self._trained[unit] for unit, count in landings)
         computed_s = sum(count * self._op_s(op) for n in use.visits for op, count in self._visits[n].ops.items())
-        landing_s = sum(self._landing_s(unit, count) for unit, count in landings)
+        # with several ranks they come to where the others read them, and adding them up is the link's
+        landing_s = 0.0 if self._rank is not None else sum(self._landing_s(unit, count) for unit, count in landings)
+        landing_s += update_seconds(round(out_bytes), self._bandwidths)  # the bus's writes
+        reduce_s = self._reduce_s(use)
         return DeviceWork(
-            self._together * computed_s,
+            self._machine.ranks_per_device * self._together * computed_s,
             sum(self._content[self._units[unit].weights] for unit in coming),
             round(self._together * out_bytes),
-            self._together * (landing_s + update_seconds(round(out_bytes), self._bandwidths)),  # and the link's writes
+            self._together * landing_s + reduce_s,
+            reduce_s,
         )
 
     def _gradient_bytes(self, unit: int) -> int:
+        """What leaves the device of a unit's gradients."""
+        if self._rank is not None:
+            return self._rank.gradient_bytes[unit]
         gradients = self._units[unit].gradients
         return 0 if gradients is None else self._content[gradients]
 
@@ -162,7 +180,7 @@ class StepCosts:
         weights = self._content[unit.weights]
         gradients = 0 if unit.gradients is None else self._content[unit.gradients]
         touched = UPDATE_BYTES_PER_BYTE * (self._content[piece] + share * weights) + share * gradients
-        if use.guess and not self._machine.has_device:
+        if use.guess and not self._keeps_elsewhere:
             kept = self._content[piece] * (piece in self._staying) + share * weights * (unit.weights in self._staying)
             touched += KEEPING_BYTES_PER_BYTE * kept
         piece_s = self._machine.piece_overhead_s * (STAYING_SHARE if piece in self._staying else 1)

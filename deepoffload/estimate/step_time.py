@@ -86,7 +86,8 @@ def estimate_step(
     """
     blocks, pieces_in_one = coarser(blocks, pieces_max)
     placement, bandwidths = blocks.placement, machine.bandwidths()
-    units = unit_blocks(placement.blocks, placement.resident, on_device=machine.has_device)
+    guesses_all = machine.has_device and blocks.rank is None
+    units = unit_blocks(placement.blocks, placement.resident, on_device=guesses_all)
     costs = StepCosts(blocks, units, run, machine, op_times or {}, workload, pieces_in_one)
     uses = costs.timed(step_uses(run.visits, units, workload, guessing=_guessing(blocks, machine)))
     first = costs.timed(step_uses(run.visits, units, workload, first=True))
@@ -117,7 +118,8 @@ def estimate_step(
     if machine.has_device:
         model_s = sum(use.device_work.seconds for use in uses if use.device_work is not None)
         compute_s += model_s
-    bound = _bound(times, compute_s, model_s)
+    bus_s = max(times.to_device_bytes, times.from_device_bytes) / machine.bus_bytes_per_s
+    bound = _bound(times, compute_s, model_s, bus_s)
     k = workload.accumulation_steps
     written = frozenset(played.ever_written)
     reduced = 0 if blocks.rank is None else k * sum(blocks.rank.reduced_bytes(unit) for unit in units)
@@ -149,8 +151,9 @@ def estimate_usual_step(
 
 
 def _guessing(blocks: BlockPlan, machine: MachineSpec) -> Guessing:
-    """What the engine begins with. On a device, memory that nothing else takes keeps what staying blocks were."""
-    if not machine.has_device:
+    """What the engine begins with. On a device, memory that nothing else takes keeps what staying blocks were; several
+    ranks guess what moves, with a device and without one."""
+    if not machine.has_device or blocks.rank is not None:
         return Guessing()
     placement = blocks.placement
     taken_bytes = sum(block.nbytes for block in placement.blocks if block.id in placement.resident)
@@ -158,9 +161,11 @@ def _guessing(blocks: BlockPlan, machine: MachineSpec) -> Guessing:
     return Guessing(FIRST_SHARE_ON_DEVICE, free_bytes / ROOM_MARGIN)
 
 
-def _bound(times: StepTimes, compute_s: float, model_s: float) -> str:
+def _bound(times: StepTimes, compute_s: float, model_s: float, bus_s: float) -> str:
     if times.link_s > 0.5 * times.seconds:
         return "the link between ranks"
+    if bus_s > 0.8 * times.seconds:
+        return "the bus between host and device"
     if times.wait_s < 0.1 * times.seconds:
         return "computing" if model_s >= compute_s / 2 else "memory bandwidth (the update)"
     if times.busy_s > 0.8 * times.seconds:

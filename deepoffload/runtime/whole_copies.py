@@ -14,7 +14,7 @@ from deepoffload.config.units import format_bytes
 from deepoffload.errors import PlacementError
 from deepoffload.native.aio import PAGE_BYTES, round_up
 from deepoffload.optim.contribution_layout import ContributionLayout
-from deepoffload.optim.contribution_slots import slot_sizes
+from deepoffload.optim.contribution_slots import SlotSizes, slot_sizes
 from deepoffload.ranks.exchange import TransferSizes
 from deepoffload.runtime.draft import UnitDraft
 from deepoffload.runtime.sizes import UnitSizes
@@ -32,10 +32,15 @@ def contribution_layouts(drafts: Iterable[UnitDraft]) -> Iterator[tuple[UnitDraf
             yield draft, ContributionLayout(draft.gradient_layout, [dtype for _, dtype in draft.trained], draft.rank)
 
 
-def contribution_bytes(drafts: Iterable[UnitDraft], exchange: TransferSizes, host_bytes: int) -> int:
-    """What gradients on their way to other ranks take of a rank's host budget of ``host_bytes``."""
+def contribution_sizes(drafts: Iterable[UnitDraft], exchange: TransferSizes, host_bytes: int) -> SlotSizes:
+    """The memory of gradients on their way to other ranks, of a rank's host budget of ``host_bytes``."""
     largest = max((layout.part_nbytes for _, layout in contribution_layouts(drafts)), default=0)
-    sizes = slot_sizes(largest, exchange, host_bytes)
+    return slot_sizes(largest, exchange, host_bytes)
+
+
+def contribution_bytes(drafts: Iterable[UnitDraft], exchange: TransferSizes, host_bytes: int) -> int:
+    """What it takes of that."""
+    sizes = contribution_sizes(drafts, exchange, host_bytes)
     return sizes.slots * round_up(sizes.slot_bytes) + sizes.scratches * round_up(sizes.scratch_bytes)
 
 

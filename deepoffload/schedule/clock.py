@@ -30,7 +30,8 @@ class TimedUse:
     """A use of blocks and the seconds of computing that follow when they are there.
 
     With several ranks: ``shown`` are blocks of which the program sees whole copies, ``changed`` those whose copies are
-    wrong after it, and ``link_s`` the seconds in which gradients go to other ranks.
+    wrong after it, and ``link_s`` the seconds in which gradients go to other ranks. With a device these are in the
+    work's landing, and the bytes of the copies go to it.
     With a device: ``seconds`` are the program's, in which it launches ``device_work``. An update that is
     ``in_backward`` is made when the gradients have come, which the program notices where it launches more.
     """
@@ -49,7 +50,7 @@ class TimedUse:
 class StepTimes:
     """Seconds of one step by phase, waiting among them, and what the disk did meanwhile. ``busy_s``: of the disk.
     ``link_s``: of transfers between ranks; ``gathered_bytes``: what came from others for whole copies.
-    ``backward_wait_s``: waiting in backward."""
+    ``backward_wait_s``: waiting in backward. ``to_device_bytes``, ``from_device_bytes``: over the bus of a device."""
 
     forward_s: float
     backward_s: float
@@ -62,6 +63,8 @@ class StepTimes:
     written_bytes: int
     link_s: float = 0.0
     gathered_bytes: int = 0
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -150,19 +153,22 @@ class TimedRun:
         spent = dict.fromkeys(Phase, 0.0)
         waited = dict.fromkeys(Phase, 0.0)
         busy_before, link_s, gathered_bytes = self.disk.busy_s, 0.0, 0
+        in_before, out_before = self._passed()
         self._faults = self._read_bytes = self._written_bytes = 0
         for timed in self._in_time(uses, spent):
             begun = self.disk.now
             waited[timed.phase] += self._use(timed)
             gather_s, nbytes = self._gather(timed)
-            self._compute(timed, timed.seconds + timed.link_s + gather_s)
+            self._compute(timed, timed.seconds + timed.link_s)
             link_s, gathered_bytes = link_s + timed.link_s + gather_s, gathered_bytes + nbytes
+            link_s += 0.0 if timed.device_work is None else timed.device_work.link_s
             self._after(timed.use)
             spent[timed.phase] += self.disk.now - begun
         self.trace.end_of_step()
         self._pump(())
         for block in discards:
             self._drop(block)
+        in_after, out_after = self._passed()
         return StepTimes(
             forward_s=spent[Phase.FORWARD],
             backward_s=spent[Phase.BACKWARD],
@@ -175,7 +181,13 @@ class TimedRun:
             written_bytes=self._written_bytes,
             link_s=link_s,
             gathered_bytes=gathered_bytes,
+            to_device_bytes=in_after - in_before,
+            from_device_bytes=out_after - out_before,
         )
+
+    def _passed(self) -> tuple[int, int]:
+        """Bytes that have gone to the device so far, and that have come from it."""
+        return (0, 0) if self._device is None else (self._device.in_bytes, self._device.out_bytes)
 
     def _in_time(self, uses: Sequence[TimedUse], spent: dict[Phase, float]) -> Iterator[TimedUse]:
         """The uses in the order in which the program comes to them. With a device, updates in backward wait for their
@@ -192,6 +204,7 @@ class TimedRun:
             if timed.in_backward:
                 late.append((device.launched, timed))
                 continue
+            self._until(device.land(self.disk.now), spent)
             while late and device.has_landed(late[0][0], self.disk.now):
                 yield late.popleft()[1]
             yield timed
@@ -203,9 +216,12 @@ class TimedRun:
 
     def _wait_for_device(self, visit: int, spent: dict[Phase, float]) -> None:
         if self._device is not None:
-            begun = self.disk.now
-            self.disk.advance(self._device.wait_for(visit, begun))
-            spent[Phase.BACKWARD] += self.disk.now - begun
+            self._until(self._device.wait_for(visit, self.disk.now), spent)
+
+    def _until(self, end: float, spent: dict[Phase, float]) -> None:
+        begun = self.disk.now
+        self.disk.advance(end)
+        spent[Phase.BACKWARD] += self.disk.now - begun
 
     def _compute(self, timed: TimedUse, seconds: float) -> None:
         now = self.disk.now
@@ -215,15 +231,21 @@ class TimedRun:
             self.disk.advance(self._device.update(now, seconds))
         else:
             self.disk.advance(self._device.launch(now + seconds, timed.device_work))
+            self._device.uses(timed.shown)
 
     def _gather(self, timed: TimedUse) -> tuple[float, int]:
-        """Have the whole copies that a use shows. Returns the seconds that it takes, and the bytes from other ranks."""
+        """Have the whole copies that a use shows, on their way to a device where one computes. Returns the seconds that
+        it takes to gather them, and the bytes from other ranks."""
         copies = self._copies
         if copies is None:
             return 0.0, 0
         for block in timed.changed:
             copies.drop(block)
-        coming = copies.need(timed.shown, self._next_use)
+        coming, leaving = copies.need(timed.shown, self._next_use)
+        for block in coming:
+            self.disk.advance(self.disk.now + copies.gather_s[block])
+            if self._device is not None:
+                self.disk.advance(self._device.send(self.disk.now, copies.sent_bytes[block], leaving))
         return sum(copies.gather_s[block] for block in coming), sum(copies.from_others_bytes[block] for block in coming)
 
     def _use(self, timed: TimedUse) -> float:

@@ -48,6 +48,8 @@ def steady_step(
         written_bytes=round(mean("written_bytes")),
         link_s=mean("link_s"),
         gathered_bytes=round(mean("gathered_bytes")),
+        to_device_bytes=round(mean("to_device_bytes")),
+        from_device_bytes=round(mean("from_device_bytes")),
     ), run
 
 

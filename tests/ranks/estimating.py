@@ -22,11 +22,17 @@ STEPS = 3
 
 
 def run_all(shape: DecoderShape, batch: int, length: int, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All with a device or none: it stays for the whole process, and autograd has to know it from the start."""
     return [run(shape, batch, length, config) for config in configs]
 
 
 def run(shape: DecoderShape, batch: int, length: int, config: dict[str, Any]) -> dict[str, Any]:
     """Train a few steps. Returns the placement table, the rates that it was made with, and what a step has moved."""
+    device = config.get("device", "cpu")
+    if device != "cpu":
+        from tests.support.simulated_gpu import install
+
+        install()
     tables: list[str] = []
     logger, handler = logging.getLogger("deepoffload"), logging.Handler()
     handler.emit = lambda record: tables.append(record.getMessage())  # type: ignore[method-assign]
@@ -44,7 +50,7 @@ def run(shape: DecoderShape, batch: int, length: int, config: dict[str, Any]) ->
     logger.removeHandler(handler)
     engine = engine_of(model)
     optimizer = CPUAdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
-    tokens = torch.randint(0, shape.vocabulary, (batch, length))
+    tokens = torch.randint(0, shape.vocabulary, (batch, length)).to(device)
     seconds = []
     for _ in range(STEPS):
         before, begun = deepoffload.stats(model), time.perf_counter()
@@ -54,7 +60,8 @@ def run(shape: DecoderShape, batch: int, length: int, config: dict[str, Any]) ->
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
     after = deepoffload.stats(model)
-    names = ("gather_bytes", "reduce_bytes", "disk_bytes_read", "disk_bytes_written")
+    names = ["gather_bytes", "reduce_bytes", "disk_bytes_read", "disk_bytes_written"]
+    names += ["device_bytes_in", "device_bytes_out"] if device != "cpu" else []
     found = {
         "table": next(text for text in tables if text.startswith("placement")).partition("\n")[2],
         "bandwidths": disk_rates_of(engine),
@@ -63,6 +70,7 @@ def run(shape: DecoderShape, batch: int, length: int, config: dict[str, Any]) ->
         "seconds": seconds,
         "process_bytes": process_bytes,
         "peak_bytes": watch.take_peak(),
+        "stats": dict(after),
     }
     engine.close()
     return found

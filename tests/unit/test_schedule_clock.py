@@ -75,6 +75,20 @@ def test_a_device_computes_while_the_program_goes_on():
     assert device.wait_for(3, 9.0) == 20.0
 
 
+def test_one_of_several_ranks_lands_itself_and_sends_through_host_memory():
+    device = TimedDevice(link_bytes_per_s=100.0, ring_bytes=150, arriving_bytes=200, program_lands=True)
+    assert device.send(0.0, 100, ()) == device.send(0.0, 100, ()) == 0.0  # on the device at 1.0 and 2.0
+    assert device.launch(0.0, DeviceWork(2.0, 0, 100, 0.5)) == 0.0  # computed until 4.0, gradients come at 5.0
+    device.uses((1,))
+    assert device.send(0.5, 100, (1,)) == 1.0  # the first has left; in the place of what is used until 4.0, so at 5.0
+    assert device.launch(1.0, DeviceWork(1.0)) == 1.0  # until 6.0
+    assert device.update(5.5, 1.0) == 7.0, "the program lands what has come, and then updates"
+    assert device.launch(7.0, DeviceWork(1.0, 0, 100, 0.5)) == 7.0  # comes at 9.0
+    assert device.land(8.0) == 8.0 and not device.has_landed(2, 9.4)
+    assert device.wait_for(2, 8.0) == 9.5
+    assert (device.in_bytes, device.out_bytes) == (300, 200)
+
+
 def test_with_a_device_updates_in_backward_wait_for_their_gradients():
     def step(in_backward: bool) -> StepTimes:
         blocks = {1: 1, 2: 1, 3: 1}

@@ -63,7 +63,7 @@ class CostModel:
                 candidate, tokens, budget, problem=problem, least_memory_bytes=self._least_memory(candidate, found)
             )
         step, memory = in_order.step, in_order.memory
-        whole = int(found.whole_bytes * WHOLE_SHARE * self.machine.devices_per_node) + WHOLE_MORE_BYTES
+        whole = int(found.whole_bytes * WHOLE_SHARE * self.machine.ranks_per_node) + WHOLE_MORE_BYTES
         if candidate.offload_activations is None:
             budget = min(budget, whole)
         return Prediction(
