@@ -24,7 +24,7 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
-from deepoffload.ranks.rounds import NOTHING, EndOf, Want, WantKind
+from deepoffload.ranks.rounds import ENDS, NOTHING, EndOf, Want, WantKind
 from deepoffload.ranks.words import OUTSIDE, ranks_in_words, where_in_words
 
 APART = "ranks wait for each other at different calls, and all ranks make the same calls, in the same order"
@@ -128,7 +128,7 @@ class Away:
         again = [rank for rank, (_, first) in self._stays.items() if number > first]
         never = sorted(set(again).intersection(missing())) if again else []
         if never:
-            raise self._end_all(APART)
+            raise self._end_all(APART, ranks=tuple(rank for rank in never if stay[rank].kind in ENDS))
         self._nudge(self._rank, number)
         here = dict(enumerate(wants)) if self._rank < len(wants) and wants[self._rank] == self.want else {}
         self._look_elsewhere(

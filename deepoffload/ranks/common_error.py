@@ -13,7 +13,7 @@ from deepoffload.ranks.apart import PeersApartError
 from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.leaving import text_of
 from deepoffload.ranks.long_waits import is_ours
-from deepoffload.ranks.roll_call import RollCall
+from deepoffload.ranks.roll_call import RollCall, Verdict
 from deepoffload.ranks.round_runner import LaunchError, PeersFailedError, RoundRunner, say_failure
 from deepoffload.ranks.rounds import ENDS, NOTHING, Want
 from deepoffload.ranks.words import Whereabouts, at, ranks_in_words
@@ -82,9 +82,13 @@ class CommonError:
         if (verdict := self._roll_call.verdict(VERDICT_WITHIN_S)) is not None:
             self._give_up(verdict)
 
-    def end_all(self, cause: str, *, says_where: bool = False) -> RankError:
-        """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error."""
-        return self._give_up(self._roll_call.inquire(self._here(), cause, says_where=says_where))
+    def end_all(self, cause: str, *, says_where: bool = False, ranks: tuple[int, ...] = ()) -> RankError:
+        """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error.
+
+        Args:
+            ranks: those that have caused it, and end.
+        """
+        return self._give_up(self._roll_call.inquire(self._here(), cause, says_where=says_where, ranks=ranks))
 
     @contextmanager
     def judged(self, want: Want = NOTHING) -> Iterator[None]:
@@ -92,13 +96,12 @@ class CommonError:
         try:
             yield
         except PeersFailedError as error:
-            self.is_of_another = self._rank not in error.ranks
             said = self._roll_call.verdict(VERDICT_WITHIN_S)
-            raise self._give_up(said or f"failure of {ranks_in_words(error.ranks)}: its output says why") from None
+            text = f"failure of {ranks_in_words(error.ranks)}: its output says why"
+            raise self._give_up(Verdict(text if said is None else said.text, tuple(error.ranks))) from None
         except PeersApartError as error:
-            ends = [want.kind in ENDS for want in error.wants]
-            self.is_of_another = any(ends) and not ends[self._rank]
-            raise self._give_up(error.text(self._name_of)) from None
+            ended = tuple(rank for rank, want in enumerate(error.wants) if want.kind in ENDS)
+            raise self._give_up(Verdict(error.text(self._name_of), ended)) from None
         except LaunchError as error:
             cause = error.__cause__
             assert cause is not None
@@ -114,17 +117,18 @@ class CommonError:
             # a connection has ended because the others have ended theirs; the cause is what they say
             raise self._raised(self.text) from (None if isinstance(error, LinkError) else error)
 
-    def _give_up(self, text: str) -> RankError:
-        """All calls raise ``text`` from now on. Returns the error."""
+    def _give_up(self, found: Verdict) -> RankError:
+        """All calls raise that from now on. Returns the error."""
         with self._lock:
             if self.text is None:
-                self.text = self._told() or text
+                self.text = self._told() or found.text
+                self.is_of_another = bool(found.ranks) and self._rank not in found.ranks
                 self._cut()
         return self._raised(self.text)
 
-    def _tell(self, text: str) -> str:
+    def _tell(self, text: str) -> Verdict:
         """Say ``text`` to all ranks as this rank's failure. Returns what all raise: another may have failed first."""
-        said = self._roll_call.judge(text)
+        said = self._roll_call.judge(Verdict(text, (self._rank,)))
         try:
             say_failure(self._runner, self._lock, self._nudge, lambda: self.text is not None, HEARD_WITHIN_S)
         except RuntimeError as error:

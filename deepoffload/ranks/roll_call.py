@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,6 +21,28 @@ STORE_ANSWERS_WITHIN_S = 1.0
 """How long the store's host may take."""
 ASK_AGAIN_S = 0.02
 _VERDICT = "verdict"
+
+
+class Verdict(NamedTuple):
+    """What has happened.
+
+    Attributes:
+        text: what all ranks raise.
+        ranks: those that have caused it, and end.
+    """
+
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, said: bytes) -> Verdict:
+        """As :meth:`written`."""
+        text, ranks = json.loads(said)
+        return cls(text, tuple(ranks))
+
+    def written(self) -> str:
+        """As the store has it."""
+        return json.dumps(self)
 
 
 class RollCall:
@@ -47,22 +70,26 @@ class RollCall:
         with suppress(RuntimeError):  # the store's host may be what has gone
             self._store.set(str(self._rank), json.dumps(asdict(here)))
 
-    def verdict(self, limit_s: float = 0.0) -> str | None:
+    def verdict(self, limit_s: float = 0.0) -> Verdict | None:
         """What another rank has found, waited for at most ``limit_s``; None when it is not there."""
-        return self._read(_VERDICT, limit_s)
+        said = self._read(_VERDICT, limit_s)
+        return None if said is None else Verdict.read(said)
 
-    def judge(self, text: str) -> str:
+    def judge(self, found: Verdict) -> Verdict:
         """Say for all ranks what has happened. Returns what the first one to judge has said."""
         with suppress(RuntimeError):
-            return self._store.compare_set(_VERDICT, "", text).decode()
-        return text
+            return Verdict.read(self._store.compare_set(_VERDICT, "", found.written()))
+        return found
 
-    def inquire(self, here: Whereabouts, cause: str, *, says_where: bool = False) -> str:
+    def inquire(
+        self, here: Whereabouts, cause: str, *, says_where: bool = False, ranks: tuple[int, ...] = ()
+    ) -> Verdict:
         """Find out who is there, and judge.
 
         Args:
             cause: what this rank has met, for the case in which everybody answers.
             says_where: it names the places of the ranks itself.
+            ranks: those that have caused it, and end.
         """
         until = time.monotonic() + ANSWER_WITHIN_S
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -80,7 +107,8 @@ class RollCall:
                 gone.append(rank)
             elif rank not in gone and not self._is_alive(rank):
                 silent.append(rank)
-        return self.judge(cause if says_where and not gone and not silent else _text(gone, silent, known, cause))
+        text = cause if says_where and not gone and not silent else _text(gone, silent, known, cause)
+        return self.judge(Verdict(text, tuple(gone) if gone else () if silent else ranks))
 
     def _whereabouts(self, rank: int, until: float) -> Whereabouts | None:
         """What another rank answers; None when it does not, or has gone. Its connection may end later than what was
@@ -91,14 +119,14 @@ class RollCall:
             time.sleep(ASK_AGAIN_S)
         return None if said is None else Whereabouts(**json.loads(said))
 
-    def _read(self, key: str, limit_s: float) -> str | None:
+    def _read(self, key: str, limit_s: float) -> bytes | None:
         until = time.monotonic() + limit_s
         with suppress(RuntimeError):
             while not self._store.check(key):
                 if time.monotonic() >= until:
                     return None
                 time.sleep(ASK_AGAIN_S)  # to wait in the store would keep other threads from asking it
-            return self._store.get(key).decode()
+            return self._store.get(key)
         return None
 
 

@@ -399,9 +399,10 @@ class RoundService:
         """Raise what another rank has said to all, for a wait that is not in a round. Asks the store."""
         self.error.hear()
 
-    def end_all(self, cause: str, *, says_where: bool = False) -> RankError:
-        """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error."""
-        return self.error.end_all(cause, says_where=says_where)
+    def end_all(self, cause: str, *, says_where: bool = False, ranks: tuple[int, ...] = ()) -> RankError:
+        """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error.
+        ``ranks``: those that have caused it, and end."""
+        return self.error.end_all(cause, says_where=says_where, ranks=ranks)
 
     def check(self) -> None:
         """Raise what has failed before, if anything has."""

@@ -310,6 +310,14 @@ def cause_trouble(side: Side, path: str, what: str) -> None:
         side.service.close()
 
 
+def wait_elsewhere(side: Side) -> None:
+    """Outside of rounds, for rank 1."""
+    with side.service.away.waits("a save", "a save", None):
+        while True:
+            side.service.away.look_around(lambda: [1])
+            time.sleep(0.1)
+
+
 def interrupt_a_wait(side: Side) -> None:
     """Ctrl-C when the program waits for other ranks the next time."""
     before_s = side.service.stats().waited_s

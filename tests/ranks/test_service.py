@@ -138,7 +138,7 @@ import json
 import os
 import sys
 
-from tests.ranks.rounds_programs import Side, interrupt_a_wait
+from tests.ranks.rounds_programs import Side, interrupt_a_wait, wait_elsewhere
 
 ranks = json.loads(sys.argv[1])
 children = []
@@ -191,19 +191,34 @@ def test_programs_that_close_nothing_end_quietly(programs: Programs, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("last", "exit_code", "error"),
+    ("last", "goes_on", "exit_code", "error"),
     [
-        ("raise ValueError('no such file')", 1, "has failed at step: its program ended with ValueError: no such file"),
-        ("interrupt_a_wait(side); side.step()", -2, "has failed at step: its program ended with KeyboardInterrupt\n"),
-        ("sys.exit(3)", 3, "'s program has ended after 1 step, but others train on: rank 0 was"),
+        (
+            "raise ValueError('no such file')",
+            "while True: side.evaluate()",
+            1,
+            "has failed at step: its program ended with ValueError: no such file",
+        ),
+        (
+            "interrupt_a_wait(side); side.step()",
+            "while True: side.evaluate()",
+            -2,
+            "has failed at step: its program ended with KeyboardInterrupt\n",
+        ),
+        (
+            "sys.exit(3)",
+            "while True: side.forward_and_backward()",
+            3,
+            "'s program has ended after 1 step, but others train on: rank 0 was",
+        ),
+        ("sys.exit(3)", "wait_elsewhere(side)", 3, "was at the end of its program (step 1)\n"),
     ],
-    ids=["raises", "ctrl-c", "exits"],
+    ids=["raises", "ctrl-c", "exits", "exits before a save of another"],
 )
 def test_a_program_that_ends_with_an_error_tells_the_others(
-    programs: Programs, tmp_path: Path, last: str, exit_code: int, error: str
+    programs: Programs, tmp_path: Path, last: str, goes_on: str, exit_code: int, error: str
 ) -> None:
-    trains_on = "while True: side.forward_and_backward()" if exit_code == 3 else "while True: side.evaluate()"
-    left, ended = run_to_the_end(programs, tmp_path, (trains_on, last))
+    left, ended = run_to_the_end(programs, tmp_path, (goes_on, last))
     assert (left.returncode, ended.returncode) == (1, exit_code)
     assert "terminate called" not in left.stderr + ended.stderr
     assert left.stderr.count(f"rank 1{error if error[0] == chr(39) else ' ' + error}") == 1, left.stderr
