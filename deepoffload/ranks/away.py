@@ -24,7 +24,7 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
-from deepoffload.ranks.rounds import ENDS, NOTHING, EndOf, Want, WantKind
+from deepoffload.ranks.rounds import ENDS, NOTHING, PARTS, EndOf, Want, WantKind
 from deepoffload.ranks.words import OUTSIDE, ranks_in_words, where_in_words
 
 APART = "ranks wait for each other at different calls, and all ranks make the same calls, in the same order"
@@ -96,11 +96,20 @@ class Away:
 
     def is_enough(self, until_s: float) -> bool:
         """Whether a wait for launches, that may take until then, is over: others that wait for this rank outside of
-        rounds, at a save for example, announce nothing before. To be called with the lock held."""
+        rounds, at a save for example, announce nothing before. Those that wait in calls of other models hardly do. To
+        be called with the lock held."""
         if until_s == math.inf:
             return False
-        away = [(rank, want) for rank, want in enumerate(self._runner.unmet) if want.kind is WantKind.AWAY]
-        return time.monotonic() >= until_s or any(r != self._rank and self._needs_us(r, want) for r, want in away)
+        if time.monotonic() >= until_s:
+            return True
+        wants = self._runner.unmet
+        waits_here = self._rank < len(wants) and wants[self._rank].kind in PARTS | {WantKind.WAIT}
+        others = [(rank, wants[rank]) for rank in self._others if rank < len(wants)]
+        return any(
+            (waits_here and want.kind is WantKind.ELSEWHERE)
+            or (want.kind is WantKind.AWAY and self._needs_us(rank, want))
+            for rank, want in others
+        )
 
     def is_of_program(self) -> bool:
         """Whether the thread that calls this is the one that trains, as far as it is known."""
@@ -158,11 +167,15 @@ class Away:
         long.look(time.monotonic(), lambda: self._ask(place), lambda: self._in_words(place, at), timeout_s)
         with self._lock:
             rounds, said, wants = self._runner.rounds, self._runner.said, self._runner.unmet
-            if not said.stays:
+            is_brief = not said.stays
+            if is_brief and want.kind not in PARTS:
                 return
             number, here = rounds.counts.rounds, len(wants) > 0 and wants[self._rank] == said
             needed = {o: wants[o] for o in self._others if here and rounds.needs(self._rank, said, o)}
-        self._look_elsewhere(self._of_model(at(said)), number, needed)
+        if is_brief:
+            self._look_elsewhere(place, number, {}, is_brief=True)
+        else:
+            self._look_elsewhere(self._of_model(at(said)), number, needed)
 
     def wait_is_over(self) -> None:
         """To be called before a program that has waited goes on."""
@@ -202,10 +215,10 @@ class Away:
         where = {rank: _where(wants.get(rank), long.get(rank, []), at) for rank in others}
         return f"{ranks_in_words(together)} {'wait' if together[1:] else 'waits'} {place}, {where_in_words(where)}"
 
-    def _look_elsewhere(self, what: str, number: int, needed: Mapping[int, Want]) -> None:
+    def _look_elsewhere(self, what: str, number: int, needed: Mapping[int, Want], *, is_brief: bool = False) -> None:
         if self._elsewhere is None:
             return
-        cause = self._elsewhere.look_around(what, number, needed)
+        cause = self._elsewhere.look_around(what, number, needed, is_brief=is_brief)
         if cause is not None:
             raise self._end_all(cause, says_where=True)
         if self._elsewhere.watches:

@@ -13,6 +13,9 @@ step is over before both have come. No clock is in this: a rank that is slow say
 A program that has several threads is not spoken for: another one of them may come. Ctrl-C may end a wait, so what
 others say has to stand in two rounds.
 
+A wait that ends by itself after a while is said, too, but sees nobody, so none is found to be in vain for it. It lets
+a rank that waits for a slot of contributions know that others are not on their way to it.
+
 Who finds that out writes it down before it raises it. A wait that ends with another error looks there first: the
 program of the rank that has found it may have ended meanwhile, and that is what the other model's ranks see.
 """
@@ -20,6 +23,7 @@ program of the rank that has found it may have ended meanwhile, and that is what
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +35,9 @@ from deepoffload.ranks.rounds import NOTHING, Want, WantKind
 from deepoffload.ranks.words import where_in_words
 
 LOOK_S = 1.0
-"""How often a wait looks around."""
+"""How often a wait looks around, once it takes long."""
+FIRST_LOOKS_S = 0.1
+"""The first pause between two looks of one wait; each one is twice as long as the one before."""
 ANSWERS_WITHIN_S = 1.0
 """How long the store's host may take. After that nobody is found here: a limit ends such waits."""
 MODELS = 16
@@ -80,7 +86,7 @@ class WaitsAcrossModels:
         self._number: int | None = None
         self._said = ""
         self._seen: dict[int, tuple[int, int]] = {}
-        self._looked = clock()
+        self._next_s, self._pause_s = -math.inf, FIRST_LOOKS_S
         self._others = [other for other in range(world_size) if other != rank]
         self._is_long = False
         self.model = 0
@@ -102,7 +108,7 @@ class WaitsAcrossModels:
                 return Want(WantKind.ELSEWHERE, 0, wait["number"])
         return NOTHING
 
-    def look_around(self, what: str, number: int, needed: Mapping[int, Want]) -> str | None:
+    def look_around(self, what: str, number: int, needed: Mapping[int, Want], *, is_brief: bool = False) -> str | None:
         """Find out whether ranks wait for this one elsewhere. To be called now and then by a wait of the program.
 
         Args:
@@ -110,14 +116,15 @@ class WaitsAcrossModels:
             number: of rounds that are over.
             needed: what the ranks that this wait needs have said in the last one, if this rank has said in it that it
                 waits.
+            is_brief: the wait ends by itself: it is only said.
 
         Returns:
             What all ranks raise, where this wait can never end.
         """
         now = self._clock()
-        if now - self._looked < LOOK_S or not self._speaks_for_all():
+        if now < self._next_s or not (is_brief or self._speaks_for_all()):
             return None
-        self._looked = now
+        self._next_s, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LOOK_S)
         with suppress(LinkError):
             if self._number is None and self._models(0) > 1:
                 self._number = self._store.add(f"waits of {self._rank}", 1)
@@ -127,6 +134,7 @@ class WaitsAcrossModels:
 
     def wait_is_over(self) -> None:
         """To be called before the program goes on."""
+        self._next_s, self._pause_s = -math.inf, FIRST_LOOKS_S
         if self._is_long:
             self._is_long = False
             with suppress(LinkError):

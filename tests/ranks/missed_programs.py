@@ -98,14 +98,29 @@ def apart(calls: dict[int, Call], others: Call, path: str) -> tuple[str, float]:
         return "nothing was raised", time.monotonic() - begin
 
 
+def gradients(models: Sequence[nn.Module], order: int) -> list[torch.Tensor]:
+    """The means over all ranks of what one backward of each model gives. ``order``: 1, or -1 for that of other ranks
+    the other way round."""
+    for model in models[::order]:
+        next_token_loss(model, batch(100 + int(os.environ["RANK"]))).backward()
+    found = [param.grad.clone() for model in models for param in model.parameters() if param.grad is not None]
+    for model in models:
+        model.zero_grad()
+    return found
+
+
 def in_two_models(calls: Sequence[Call], path: str) -> tuple[str, float]:
-    """Each rank makes its call, with another one of two models than the rank before. Returns as :func:`apart`."""
+    """Each rank makes its call, with another one of two models than the rank before. Before, their backwards
+    come in another order there. Returns as :func:`apart`."""
     rank = int(os.environ["RANK"])
     said = "nothing was raised", 0.0
+    contributions.WAIT_S = LONG_S  # a gradient does not wait in its slot for ranks that wait for this one
     with suppress(DeepOffloadError), built(CONFIG) as first, built(CONFIG) as second:
         models = [(model, CPUAdamW(model.parameters(), lr=1e-2)) for model in (first, second)]
         for model, optimizer in models:
             train(model, optimizer, range(2))
+        together = gradients([first, second], 1)
+        assert all(map(torch.equal, together, gradients([first, second], -1 if rank % 2 else 1)))
         begin = time.monotonic()
         try:
             calls[rank](*models[rank % 2], path)
