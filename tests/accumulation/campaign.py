@@ -2,8 +2,8 @@
 
 Compares the vertical order with a plain loop, bit for bit, with activations kept and computed again: in three
 precisions and under autocast, for 1, 2, 3 and 8 micro-batches, with and without the two kinds of activation
-checkpoints. It takes more than an hour. Of the parametrizations, spectral norm behind the model's own checkpoints
-differs: it counts each forward, also those inside backward.
+checkpoints. It takes more than an hour. Behind the model's own checkpoints the parametrizations come without spectral
+norm, which counts each forward, also those inside backward: it differs there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from tests.accumulation.loops import HORIZONTAL, HORIZONTAL_AGAIN, PLAIN, VERTICAL, VERTICAL_AGAIN, Steps
 from tests.models.programs import checkpoints
-from tests.models.zoo import FAMILIES, Family
+from tests.models.zoo import FAMILIES, Family, Stack, parametrized
 from tests.support.loops import assert_same_bits
 from tests.support.paging import EVICTING, TIGHT, Paging, Setting
 
@@ -59,6 +59,11 @@ QUICK = [
     Cell(EVICTING, "keep", 3, False),
     Cell(TIGHT, "bf16", 3, True),
 ]
+WITHOUT_SPECTRAL_NORM = replace(
+    FAMILIES["parametrizations"],
+    name="parametrizations without spectral norm",
+    build=lambda: Stack(partial(parametrized, spectral=False), 2),
+)
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
@@ -106,7 +111,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.nvme_path) as inside:
         paging = Paging(Path(inside))
         for number, (name, cell) in wanted:
-            found = wrong(paging, FAMILIES[name], cell, ways)
+            counts = name == "parametrizations" and cell.reentrant is not None
+            found = wrong(paging, WITHOUT_SPECTRAL_NORM if counts else FAMILIES[name], cell, ways)
             faults += found is not None
             print(f"{number:5}  {name} {cell} {found or 'same'}", flush=True)
     print(f"{len(wanted) - faults} of {len(wanted)} cells, of {len(cells)}: same")

@@ -221,13 +221,14 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-def parametrized() -> nn.Module:
-    """One layer for each of torch's ways to compute a weight from parameters, and one of our own."""
+def parametrized(*, spectral: bool = True) -> nn.Module:
+    """One layer for each of torch's ways to compute a weight from parameters, and one of our own. ``spectral``: also
+    the one that counts its forwards."""
     symmetric = nn.Linear(WIDTH, WIDTH)
     register_parametrization(symmetric, "weight", Symmetric())
     layers = [
         parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-        parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        *([parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))] if spectral else []),
         parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
         symmetric,
     ]
