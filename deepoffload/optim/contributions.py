@@ -205,6 +205,7 @@ class Contributions:
         offset = self._take_slot()
         memory = self._slots.slot(offset, plan.layout)
         plan.open = Contribution(plan, offset, memory, len(plan.expected))
+        self._gradients.parts_come(plan.block)
         return plan.open
 
     def _take_slot(self) -> int:
@@ -304,6 +305,7 @@ class Contributions:
         flight = self._link.exchange.send_parts(memory, reduction, scratch, what)
         self._reducing.append(reducing := Reducing(self.land_through, plan, flight, given, scratch))
         reducing.is_partial = is_partial
+        self._gradients.parts_come(plan.block)
         return reducing
 
     def land_through(self, last: Reducing) -> None:
@@ -414,7 +416,9 @@ class Contributions:
         self._reducing.popleft()
         self._slots.free_scratch.append(first.scratch)
         self._landed.append(first)
-        self._gradients.after_landing(first.plan.block)
+        plan = first.plan
+        more_come = plan.open is not None or bool(plan.posted) or any(one.plan is plan for one in self._on_the_way())
+        self._gradients.after_landing(plan.block, more_come=more_come)
 
     def _release_what_is_read(self) -> None:
         with self._link.rounds.judged():

@@ -18,14 +18,17 @@ class Lands(Protocol):
     def adds_up(self) -> bool:
         """Whether this rank's program has said that another backward follows this one before the step."""
 
+    def parts_come(self, block: Block) -> None:
+        """Parts are on their way that will land in a block."""
+
     def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land in its block ``block``."""
 
     def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> None:
         """Take all parts of this rank's shard. ``is_partial``: other ranks may give theirs later."""
 
-    def after_landing(self, block: Block) -> None:
-        """They have landed."""
+    def after_landing(self, block: Block, *, more_come: bool) -> None:
+        """They have landed. ``more_come``: others are on their way."""
 
     def not_trained(self, unit_index: int) -> Exception:
         """Another rank has a gradient of something that this rank does not train."""

@@ -221,6 +221,10 @@ class RankGradients(Gradients):
         """Whether this rank's program has said that another backward follows this one before the step."""
         return self.early is not None and self.early.paused
 
+    def parts_come(self, block: Block) -> None:
+        """Parts are on their way: the block is used next, though its event in backward may be over by then."""
+        self.pager.order.landing.add(block.id)
+
     def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land: what came before is used up, and what the program wrote is in the
         shard."""
@@ -299,8 +303,10 @@ class RankGradients(Gradients):
         if accumulated and record.slot is not None:
             record.slot.added_to()
 
-    def after_landing(self, block: Block) -> None:
+    def after_landing(self, block: Block, *, more_come: bool) -> None:
         """Parts of a unit have landed: copies of what was there before are wrong."""
+        if not more_come:
+            self.pager.order.landing.discard(block.id)
         self.pager.memory.refresh(block)
 
     # -- the .grad door --------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ class UseOrder:
         predicted: ids of the blocks of the present event, when the trace expected it.
         last_key: of the present event; None after the end of a step. key_before: of the event before it.
         backward_of: the unit of the present event, if it is one of backward.
+        landing: ids of blocks in which gradients of several ranks land next. Their event may be over: the other ranks'
+            parts come later, and by the order alone such a block would leave and be read again.
     """
 
     def __init__(self, graphs: OpenGraphs, *, prefetch: bool = True) -> None:
@@ -58,6 +60,7 @@ class UseOrder:
         self.last_key: UseKey | None = None
         self.key_before: UseKey | None = None
         self.backward_of: Unit | None = None
+        self.landing: set[int] = set()
         self._together: Sequence[TensorSlot] = ()
         self._postponed: frozenset[int] = frozenset()
         self._graphs = graphs
@@ -85,6 +88,7 @@ class UseOrder:
         if postponed:
             self.trace.expect_once(partial(with_updates_postponed, units=postponed))
         self._graphs.end_of_step()
+        self.landing.clear()
         self.last_key = self.key_before = None
         self.backward_of = None
 
@@ -95,6 +99,8 @@ class UseOrder:
 
     def next_use(self, block_id: int) -> float:
         """Distance to the next use; where the order is unknown, farther the longer ago the last use was (LRU)."""
+        if block_id in self.landing:
+            return 0.0
         distance = self.trace.next_use(block_id)
         if distance < math.inf:
             return distance

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import deepoffload
-from deepoffload import CPUAdamW
+from deepoffload import CPUAdamW, offload_context
 from deepoffload.runtime.context import engine_of
 from deepoffload.timeline import Lane
 from tests.ranks.saving import built, digests, rank, train
@@ -71,6 +72,28 @@ def accumulate(how: str) -> list[Any]:
     found += [digests(engine.module.state_dict()), engine.global_steps, engine.micro_steps]
     engine.close()
     return found
+
+
+def reads_of_gradients(path: str) -> list[int]:
+    """How often each layer's gradients are read from NVMe in four steps of three micro-batches."""
+    torch.manual_seed(0)
+    with offload_context({"host_budget": "6MiB", "nvme_path": path, "timeline": True, "step_overlap": "deferred"}):
+        model = nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(20)))
+    optimizer = CPUAdamW(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        for _ in range(3):
+            model(torch.randn(4, 192)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    assert engine.timeline is not None
+    reads = Counter(span.name for span in engine.timeline.spans() if span.lane is Lane.READ)
+    engine.close()
+    return [count for name, count in reads.items() if name.endswith(".grad")]
+
+
+def both_reports(path: str) -> tuple[Any, list[int]]:
+    return train_with_a_slow_rank(), reads_of_gradients(path)
 
 
 def accumulate_in_every_way() -> list[list[Any]]:
