@@ -147,6 +147,11 @@ def default_world_size() -> int | None:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """The program's default group; None when there is no such group."""
+    return dist.group.WORLD if default_world_size() is not None else None
+
+
 def open_group(
     device: torch.device,
     computes_on: torch.device | None = None,

@@ -12,7 +12,7 @@ import torch
 
 from deepoffload.config import Config
 from deepoffload.errors import ConfigError, DeepOffloadError
-from deepoffload.ranks.group import RankGroup, default_world_size, open_group, world_size_of
+from deepoffload.ranks.group import RankGroup, default_group, default_world_size, open_group, world_size_of
 from deepoffload.runtime.agreement import Agreement
 from deepoffload.runtime.announce import announce
 from deepoffload.runtime.device import CPU, device_of
@@ -45,7 +45,8 @@ class RankChoice:
         world_size: how many ranks they are.
 
     Raises:
-        ConfigError, UsageError: they contradict each other, or the environment. Nothing has been started.
+        ConfigError: they contradict each other, or the environment. The other ranks are told.
+        UsageError: this rank is not in the group or mesh. Those that are need not hear of it.
     """
 
     def __init__(
@@ -56,23 +57,28 @@ class RankChoice:
         *,
         values_of_rank_0: bool = False,
     ) -> None:
-        if isinstance(ranks, str) and ranks != LOCAL:
-            raise ConfigError(
-                f'ranks = {ranks!r}: expected "local" for a model that this process has for itself, or the section '
-                'ranks of the configuration, such as {"timeout_s": 60}'
-            )
         self._is_local = isinstance(ranks, str)
-        if self._is_local and (group is not None or mesh is not None):
-            given = "mesh" if group is None else "group"
-            raise ConfigError(
-                f'ranks="local" and {given}= contradict each other. Leave {given}= out where only this process has the '
-                'model, such as the stage of a pipeline. Where others train it, too, leave ranks="local" out and name '
-                'them: mesh=mesh["dp"] for a dimension "dp" of data-parallel ranks, or their group='
-            )
         self._group, self._mesh = group, mesh
         self._values_of_rank_0 = values_of_rank_0
         self.settings: dict[str, Any] = {} if ranks is None or self._is_local else {"ranks": ranks}
-        self.world_size = 1 if self._is_local else world_size_of(group, mesh)
+        try:
+            _check_words(group, mesh, ranks)
+            self.world_size = 1 if self._is_local else world_size_of(group, mesh)
+        except ConfigError:
+            self._take_who_can_hear()
+            with self.telling("reading group=, mesh= and ranks="):
+                raise
+
+    def _take_who_can_hear(self) -> None:
+        """Whom this rank tells: those that it names, where that names any, else those of the default group."""
+        try:
+            self.world_size = world_size_of(self._group, self._mesh)
+        except DeepOffloadError:
+            self._group, self._mesh = default_group(), None
+            try:
+                self.world_size = world_size_of(self._group)
+            except DeepOffloadError:
+                self.world_size = 1  # the environment does not say where others are
 
     @property
     def is_said(self) -> bool:
@@ -119,6 +125,24 @@ class RankChoice:
         Agreement(group).tell(error, what)
         if group is not None:
             group.close()
+
+
+def _check_words(group: Any, mesh: Any, ranks: str | Mapping[str, Any] | None) -> None:
+    """Raise ConfigError where ``ranks`` is a word that says nothing, or contradicts the others."""
+    if not isinstance(ranks, str):
+        return
+    if ranks != LOCAL:
+        raise ConfigError(
+            f'ranks = {ranks!r}: expected "local" for a model that this process has for itself, or the section '
+            'ranks of the configuration, such as {"timeout_s": 60}'
+        )
+    if group is not None or mesh is not None:
+        given = "mesh" if group is None else "group"
+        raise ConfigError(
+            f'ranks="local" and {given}= contradict each other. Leave {given}= out where only this process has the '
+            'model, such as the stage of a pipeline. Where others train it, too, leave ranks="local" out and name '
+            'them: mesh=mesh["dp"] for a dimension "dp" of data-parallel ranks, or their group='
+        )
 
 
 def _say_what_is_local(config: Config) -> None:

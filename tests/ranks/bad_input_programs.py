@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,8 +80,29 @@ def use_another_optimizer() -> None:
     optimizer.step()
 
 
+def give_one_rank(**given: Any) -> None:
+    """Rank 1 says something else than rank 0 of which ranks train the model."""
+    with offload_context(host_budget="32MiB", **(given if rank() else {"ranks": {"timeout_s": 5}})):
+        mlp()
+
+
+def give_a_mesh_of_two_dimensions() -> None:
+    give_one_rank(mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
+
+
+def give_a_word_that_is_none() -> None:
+    give_one_rank(ranks="lokal")
+
+
+def give_a_group_and_none() -> None:
+    give_one_rank(ranks="local", group=dist.group.WORLD)
+
+
 GIVEN: dict[str, Callable[[], None]] = {
     "version": have_another_version,
+    "mesh": give_a_mesh_of_two_dimensions,
+    "lokal": give_a_word_that_is_none,
+    "local": give_a_group_and_none,
     "DTensor": have_a_sharded_parameter,
     "DistributedDataParallel": average_by_torch,
     "replicate": replicate_by_torch,

@@ -16,12 +16,22 @@ REFUSED = {
     "another optimizer": "UsageError: the ranks' optimizer.step() differ: 0.bias is updated with other numbers on rank",
 }
 
+GIVEN_BY_RANK_1 = {
+    "mesh": "mesh= has 2 dimensions ('a', 'b'); a model is partitioned over one.",
+    "lokal": "ranks = 'lokal': expected \"local\" for a model",
+    "local": 'ranks="local" and group= contradict each other.',
+}
+
 
 def test_what_is_refused() -> None:
     first, second = values_of(give_all, 2)
     for name, text in REFUSED.items():
         assert first[name].startswith(text), (name, first[name])
         assert text.partition(": ")[2] in second[name], (name, second[name])
+    for name, text in GIVEN_BY_RANK_1.items():
+        assert second[name].startswith(f"ConfigError: {text}"), (name, second[name])
+        told = f"ConfigError: rank 1 has failed at reading group=, mesh= and ranks=: {text}"
+        assert first[name].startswith(told), (name, first[name])
 
 
 def test_the_sum_of_two_ranks_is_that_of_torch() -> None:
