@@ -27,7 +27,7 @@ from deepoffload.ranks.round_runner import RoundRunner
 from deepoffload.ranks.rounds import ENDS, NOTHING, PARTS, EndOf, Want, WantKind
 from deepoffload.ranks.words import OUTSIDE, ranks_in_words, where_in_words
 
-APART = "ranks wait for each other at different calls, and all ranks make the same calls, in the same order"
+APART = "ranks wait for each other at different calls. Let all ranks make the same calls in the same order"
 """What has happened. Where each of them is follows it."""
 
 

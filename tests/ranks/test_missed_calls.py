@@ -35,7 +35,7 @@ def test_a_call_that_others_never_make_is_an_error_on_all(name: str, tmp_path: P
     for rank in range(world_size):
         place = first if rank in calls else second
         assert re.search(rf"rank {rank} was (at )?{re.escape(place)}", text), text
-    assert "all ranks make the same calls, in the same order" in text and "elsewhere" not in text
+    assert "Let all ranks make the same calls in the same order" in text and "elsewhere" not in text
     assert all(one.value[1] < SOON_S for one in ended)
 
 
