@@ -68,6 +68,7 @@ class JoinedSteps:
                     return False
                 optimizer = self._optimizer_of(order)
                 order.give_settings(optimizer)
+                self._gradients.frozen_elsewhere = order.frozen
                 self._gradients.drop_stepped([handle_of(param) for param, _ in optimizer._each()])
             self._gradients.met_before = hold  # let go when the step is decided
             try:

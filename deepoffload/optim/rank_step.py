@@ -23,7 +23,7 @@ from deepoffload.optim.gradient_state import GradientState
 from deepoffload.optim.handles import gradients_of, handle_of
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.optim.rule import UpdateJob
-from deepoffload.optim.step_order import SteppingOptimizer, first_order, order_of, packed
+from deepoffload.optim.step_order import SteppingOptimizer, first_order, is_frozen, order_of, packed
 from deepoffload.params.edits import look_for_edits
 from deepoffload.params.pager import Pager
 from deepoffload.params.unit import ParamHandle
@@ -98,7 +98,8 @@ class RankStep:
         shared = {id(job): f"{job.step} {job.hyper}" for _, job in jobs.values()}
         lines = sorted(f"{handle.name} {shared[id(job)]}" for handle, (_, job) in jobs.items())
         written = self._written(jobs)
-        said = "\n".join([*lines, repr(settings), repr(written)])
+        frozen = self._frozen(jobs)
+        said = "\n".join([*lines, repr(settings), repr(written), repr(frozen)])
         mine = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest(), "little")
         together = self._link.exchange_sums(SquareSum(mine + (self._is_content << CONTENT_BIT), overflow))
         self._gradients.stepped.update(jobs)
@@ -106,7 +107,8 @@ class RankStep:
         content, digests = divmod(together.total, 1 << CONTENT_BIT)
         if digests != mine * ranks.world_size:
             self._compare_written(written)
-            everybody = [json.loads(said) for said in self._link.exchange_messages(json.dumps(lines).encode())]
+            message = json.dumps([lines, frozen]).encode()
+            everybody = [json.loads(said) for said in self._link.exchange_messages(message)]
             raise UsageError(
                 f"the ranks' optimizer.step() differ: {_first_apart(everybody)}. Give all ranks the same optimizer and "
                 "schedule, and freeze and unfreeze the same parameters on all"
@@ -120,6 +122,12 @@ class RankStep:
         """Whether this rank's program makes a step although nobody may have gradients. One that has joined follows."""
         has_joined = self._gradients.met_before is not None
         return not has_joined and (self._optimizer is None or not self._optimizer.needs_gradients)
+
+    def _frozen(self, jobs: Iterable[ParamHandle]) -> list[str]:
+        """Names of those of ``jobs`` that the program has frozen; where this rank has joined, those on the others."""
+        if self._gradients.met_before is not None:
+            return sorted(self._gradients.frozen_elsewhere.intersection(handle.name for handle in jobs))
+        return sorted(handle.name for handle in jobs if is_frozen(handle))
 
     def _written(self, jobs: Iterable[ParamHandle]) -> dict[str, int]:
         """Checksums of what this rank's program has written since the last step, where the ranks have not compared it:
@@ -199,9 +207,10 @@ def refuse_ordinary(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _first_apart(everybody: Sequence[Sequence[str]]) -> str:
-    """The first parameter of whose update the ranks say different things: its name, and what it is updated with."""
-    said = [dict(line.split(" ", 1) for line in lines) for lines in everybody]
+def _first_apart(everybody: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
+    """The first parameter of whose update the ranks say different things: its name, and what it is updated with. Each
+    says what it updates, and what of that it has frozen."""
+    said = [dict(line.split(" ", 1) for line in lines) for lines, _ in everybody]
     for name in sorted({name for updates in said for name in updates}):
         having = [rank for rank, updates in enumerate(said) if name in updates]
         if len(having) < len(said):
@@ -212,4 +221,8 @@ def _first_apart(everybody: Sequence[Sequence[str]]) -> str:
                 f"{name} is updated with other numbers on {ranks_in_words(others)} than on rank 0: step and settings "
                 f"are {said[others[0]][name]} and {said[0][name]}"
             )
+        freezing = [rank for rank, (_, frozen) in enumerate(everybody) if name in frozen]
+        if 0 < len(freezing) < len(said):
+            training = [rank for rank in having if rank not in freezing]
+            return f"{name} is frozen on {ranks_in_words(freezing)}, and trained on {ranks_in_words(training)}"
     return "in the loss scale, or in max_grad_norm"

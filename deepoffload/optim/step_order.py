@@ -14,6 +14,7 @@ from deepoffload.optim.gradient_state import GradientState
 from deepoffload.optim.handles import handle_of
 from deepoffload.optim.rank_gradients import RankGradients
 from deepoffload.params.edits import look_for_edits
+from deepoffload.params.unit import ParamHandle
 
 
 class SteppingOptimizer(Protocol):
@@ -38,6 +39,7 @@ class StepOrder:
         num_params: how many parameters each group has.
         grad_scale: what the gradients are too large by; None where nobody has said.
         edited: names of the parameters that the program has written since their last update.
+        frozen: names of those that it has frozen.
         fault: why ranks that have joined cannot make it; empty where they can.
     """
 
@@ -48,6 +50,7 @@ class StepOrder:
     max_grad_norm: float | None
     grad_scale: float | None
     edited: frozenset[str]
+    frozen: frozenset[str]
     fault: str
 
     def give_settings(self, optimizer: SteppingOptimizer) -> None:
@@ -87,14 +90,24 @@ def order_of(optimizer: SteppingOptimizer, gradients: RankGradients) -> StepOrde
         optimizer.max_grad_norm,
         None if scale is None else float(scale),
         _edited(optimizer),
+        frozenset(handle.name for handle in _handles(optimizer) if is_frozen(handle)),
         _fault(optimizer, number, gradients),
     )
 
 
 def _edited(optimizer: SteppingOptimizer) -> frozenset[str]:
-    handles = [handle for handle in (handle_of(param) for param, _ in optimizer._each()) if handle is not None]
+    handles = _handles(optimizer)
     look_for_edits({handle.unit for handle in handles if handle.unit is not None})
     return frozenset(handle.name for handle in handles if handle.master_stale)
+
+
+def _handles(optimizer: SteppingOptimizer) -> list[ParamHandle]:
+    return [handle for handle in (handle_of(param) for param, _ in optimizer._each()) if handle is not None]
+
+
+def is_frozen(handle: ParamHandle) -> bool:
+    """Whether the program has frozen a parameter."""
+    return handle.tensor is not None and not handle.tensor.requires_grad
 
 
 def _fault(optimizer: SteppingOptimizer, number: int | None, gradients: RankGradients) -> str:

@@ -98,6 +98,23 @@ def give_a_group_and_none() -> None:
     give_one_rank(ranks="local", group=dist.group.WORLD)
 
 
+def freeze_on_one_rank() -> None:
+    """After a step. The first weight is frozen on both ranks, and only one has had a gradient of it since."""
+    model = built()
+    optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+    model(rows()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank() == 0:
+        model(rows()).square().mean().backward()
+    model[0].weight.requires_grad_(False)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[2].weight.requires_grad_(rank() == 0)
+    model(rows()).square().mean().backward()
+    optimizer.step()
+
+
 GIVEN: dict[str, Callable[[], None]] = {
     "version": have_another_version,
     "mesh": give_a_mesh_of_two_dimensions,
@@ -109,6 +126,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "fully_shard": shard_by_torch,
     "FullyShardedDataParallel": shard_by_the_older_way,
     "other parameters": update_other_parameters,
+    "frozen on one rank": freeze_on_one_rank,
     "another optimizer": use_another_optimizer,
 }
 
