@@ -13,7 +13,7 @@ REFUSED = {
     "fully_shard": "UnsupportedError: 0.weight is paged and cannot be sharded",
     "FullyShardedDataParallel": "UnsupportedError: 0.weight is paged and cannot be sharded",
     "other parameters": "UsageError: the ranks' optimizer.step() differ: 0.weight is updated on rank 0 alone",
-    "frozen on one rank": "UsageError: the ranks' optimizer.step() differ: 2.weight is frozen on rank 1, and trained on",
+    "frozen on one rank": "UsageError: the ranks' optimizer.step() differ: 2.weight is frozen on rank 1, and trained",
     "another optimizer": "UsageError: the ranks' optimizer.step() differ: 0.bias is updated with other numbers on rank",
 }
 
