@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import multiprocessing
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -97,14 +96,16 @@ class SaveHandle:
 def start(save: Save) -> SaveHandle:
     """Run a save whose blocks are frozen in a thread. The process does not end before it, unless it is interrupted."""
     handle = SaveHandle(save)
-    at_exit = partial(_finish_at_exit, handle, save.give_up)
-    # A daemon: the end of the process waits for it here, where it is seen what ends that wait. A child of
-    # multiprocessing waits for its threads alone.
-    daemon = multiprocessing.parent_process() is None
-    thread = threading.Thread(target=_run, args=(save, handle, at_exit), name=THREAD_NAME, daemon=daemon)
-    atexit.register(at_exit)  # after the engine's: called before that closes
+    thread = threading.Thread(target=_run, args=(save, handle), name=THREAD_NAME, daemon=True)
     save.copying.thread = thread
     thread.start()
+    at_end = partial(_finish_at_end, weakref.ref(handle), weakref.WeakMethod(save.give_up))
+    try:
+        # As concurrent.futures does: before Python waits for the program's threads and calls functions of atexit, the
+        # engine's among them. There it is seen what ends the wait. A daemon, since Python's own wait would hide that.
+        threading._register_atexit(at_end)  # type: ignore[attr-defined]
+    except RuntimeError:  # another thread of the program saves, and the process has begun to end
+        at_end()
     return handle
 
 
@@ -117,28 +118,30 @@ def finish(save: Save) -> SaveHandle:
     return handle
 
 
-def _run(save: Save, handle: SaveHandle, at_exit: Callable[[], None]) -> None:
+def _run(save: Save, handle: SaveHandle) -> None:
     try:
         with save.in_background():
             save.run()
     except Exception as error:
         handle.error = error
-        reason = "training has ended with an error" if save.ranks_have_failed else error  # which is raised there
+        reason = f"{error}" if str(error) else type(error).__name__
         log.error("saving %s in the background failed; earlier checkpoints are intact: %s", save.folder, reason)
     finally:
         handle._ended.set()
-        atexit.unregister(at_exit)
 
 
-def _finish_at_exit(handle: SaveHandle, give_up: Callable[[Exception], None]) -> None:
+def _finish_at_end(
+    reference: weakref.ref[SaveHandle], give_up: weakref.WeakMethod[Callable[[Exception], None]]
+) -> None:
     """At the end of a process: return when the save has ended. What interrupts that (Ctrl-C, or what a signal's handler
     raises) gives the save up: nothing is left behind, and the process does not end as if all were well."""
-    if os.getpid() != handle._process or handle.done():
+    handle, give_up_save = reference(), give_up()
+    if handle is None or give_up_save is None or os.getpid() != handle._process or handle.done():
         return
     interrupted_by: BaseException | None = None
     try:
         with SHIELD:  # torchrun sends a second Ctrl-C
-            interrupted_by = _wait_or_give_up(handle, give_up)
+            interrupted_by = _wait_or_give_up(handle, give_up_save)
     except KeyboardInterrupt as error:
         interrupted_by = interrupted_by or error
     if interrupted_by is not None:
@@ -148,8 +151,6 @@ def _finish_at_exit(handle: SaveHandle, give_up: Callable[[Exception], None]) ->
 def _wait_or_give_up(handle: SaveHandle, give_up: Callable[[Exception], None]) -> BaseException | None:
     """Return when the save has ended; what has interrupted that."""
     try:
-        if _program_runs():
-            raise KeyboardInterrupt  # it has ended Python's wait for the program's threads
         handle._copying.hurry()
         SHIELD.let_through(handle._ended.wait)
     except BaseException as error:
@@ -161,9 +162,3 @@ def _wait_or_give_up(handle: SaveHandle, give_up: Callable[[Exception], None]) -
                 handle._ended.wait(left_s)
         return error
     return None
-
-
-def _program_runs() -> bool:
-    """Whether the program has threads for which Python waits, and has not."""
-    threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    return any(thread.is_alive() and not thread.daemon for thread in threads)

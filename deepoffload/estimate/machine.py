@@ -17,6 +17,8 @@ from deepoffload.schedule.cost_model import Bandwidths, LinkRates
 PROCESS_BYTES = 220 << 20
 """Python, torch without CUDA and deepoffload, as measured; a process with CUDA takes some 500 MiB more."""
 
+RANKS_MAX = 1 << 16
+"""Of a machine that estimates are about: they look at each rank."""
 DEVICE_RATES = ("flops_per_s", "device_bytes_per_s", "link_bytes_per_s")
 """What a file has to say of a device."""
 
@@ -76,6 +78,8 @@ class MachineSpec:
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node", "ranks_per_device", "host_memory_bytes"):
             positive_integer(name, getattr(self, name))
+        if self.ranks > RANKS_MAX:
+            raise ConfigError(f"nodes x devices_per_node x ranks_per_device = {self.ranks}: at most {RANKS_MAX} ranks")
         if self.ranks_per_device > 1 and not self.device_memory_bytes:
             raise ConfigError("ranks_per_device is about devices with their own memory: say device_memory_bytes, too")
         for field in fields(self):

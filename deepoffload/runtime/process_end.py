@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -37,33 +37,24 @@ def forked(reference: weakref.ref[Pager]) -> None:
 
 
 def end_as(error: BaseException) -> None:
-    """Have the process end as if ``error`` had ended the program. For a function of :mod:`atexit`: Python prints what
-    such a function raises, and forgets it. All others run as ever."""
+    """Have the process end as if ``error`` had ended the program. For what runs at its end: Python prints what is
+    raised there, and forgets it. Functions of :mod:`atexit` run as ever."""
+    library = ctypes.CDLL(None)
     if isinstance(error, KeyboardInterrupt):
-        _end_as_interrupted()
+        # By SIGINT, which a shell shows as status 130. Python has given the signal its default meaning back by then.
+        _end_with(library, "raise", signal.SIGINT)
     elif not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
-        _end_with_status(1)
+        _end_with(library, "_exit", 1)
     elif error.code is None or isinstance(error.code, int):
-        _end_with_status(error.code or 0)
+        _end_with(library, "_exit", error.code or 0)
     else:
         sys.stderr.write(f"{error.code}\n")
-        _end_with_status(1)
+        _end_with(library, "_exit", 1)
 
 
-def _end_as_interrupted() -> None:
-    """By SIGINT, which a shell shows as status 130.
-
-    CPython remembers a KeyboardInterrupt that ends code given as text (``unhandled_keyboard_interrupt`` in
-    Python/pythonrun.c), and asks for it when all is over (Modules/main.c).
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
-
-
-def _end_with_status(status: int) -> None:
+def _end_with(library: ctypes.CDLL, function: str, argument: int) -> None:
     """The interpreter has no way to change its status at its end. So the C library's ``exit``, which it calls with that
-    when all else is over, is left by ``_exit`` with this one. What runs last runs first: before, files are flushed."""
-    library = ctypes.CDLL(None)
-    for function, argument in ((library._exit, status), (library.fflush, None)):
-        library.__cxa_atexit(function, ctypes.c_void_p(argument), None)
+    when all else is over, is left by another function of it. What is registered last runs first: files are flushed."""
+    for name, value in ((function, argument), ("fflush", None)):
+        library.__cxa_atexit(library[name], ctypes.c_void_p(value), None)

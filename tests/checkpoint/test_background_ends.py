@@ -222,7 +222,8 @@ else:
     def stop(number, frame):
         sys.exit(7)
     def interrupt(number):
-        threading.main_thread().join()
+        while not threading._SHUTTING_DOWN:
+            time.sleep(0.01)
         time.sleep(0.1)
         for _ in range(2):  # torchrun sends a second one
             os.kill(os.getpid(), number)
@@ -231,8 +232,14 @@ else:
     signal.signal(signal.SIGTERM, stop)
     number = {"ctrl-c at the end": signal.SIGINT, "sigterm at the end": signal.SIGTERM}.get(how)
     if number is not None:
-        atexit.register(print, "the end")  # called before ours
+        atexit.register(print, "the end")
         threading.Thread(target=interrupt, args=[number], daemon=True).start()
+    else:  # a thread at the end is none that Python waits for
+        atexit.register(lambda: threading.Thread(target=time.sleep, args=[1]).start())
+    if how == "ctrl-c at the end":
+        sys.exit(5)  # its status is not that of a process that Ctrl-C has ended
+    if how == "sigterm at the end":
+        threading.Thread(target=time.sleep, args=[1]).start()  # Python waits for it
 """
 
 

@@ -310,6 +310,7 @@ def test_mistakes_in_options_take_a_line_and_a_hint(arguments, capsys):
     [
         ({"nodes": 0}, "nodes"),
         ({"devices_per_node": -1}, "devices_per_node"),
+        ({"nodes": 10**9}, "at most 65536 ranks"),
         ({"flops_per_s": 0}, "flops_per_s"),
         ({"nvme_read_bytes_per_s": "fast"}, "nvme_read_bytes_per_s"),
         ({"host_memory_bytes": "16 Gigs"}, "host_memory_bytes"),
