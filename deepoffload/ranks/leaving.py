@@ -145,7 +145,7 @@ def telling_end_of_process(rounds: Ends, program: threading.Thread | None = None
     program = threading.main_thread() if program is None else program
 
     def watch(over: threading.Event) -> None:
-        while program.is_alive():
+        while program.is_alive() and not (program is threading.main_thread() and program_has_ended()):
             if over.wait(LOOK_S):
                 return
         error = _last_error()
@@ -181,6 +181,11 @@ def _tell_end(rounds: Ends, failure: str | None, over: threading.Event) -> None:
             rounds.away.ends()
             if over.wait(LOOK_S):
                 return
+
+
+def program_has_ended() -> bool:
+    """Whether the main program is over. Python marks its thread as ended a little later: after what waits for saves."""
+    return getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
 
 
 def _last_error() -> BaseException | None:

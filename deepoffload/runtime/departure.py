@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from deepoffload.copies.rank_link import RankLink
 from deepoffload.memory.lock import BooksLock
 from deepoffload.params.pager import Pager
-from deepoffload.ranks.leaving import at_exit_of, call_at_exit, telling_end
+from deepoffload.ranks.leaving import at_exit_of, call_at_exit, program_has_ended, telling_end
 from deepoffload.ranks.rounds import EndOf
 from deepoffload.ranks.service import RoundService
 
@@ -136,7 +136,7 @@ class Departure:
         close, self._close = self._close, None
         assert close is not None
         time.sleep(PROGRAM_ENDS_WITHIN_S)  # where it has dropped the model as its frames have gone
-        self._rounds.away.end = EndOf.MODEL if threading.main_thread().is_alive() else EndOf.PROGRAM
+        self._rounds.away.end = EndOf.PROGRAM if program_has_ended() else EndOf.MODEL
         try:
             close()
         except Exception as error:

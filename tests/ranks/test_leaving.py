@@ -82,7 +82,8 @@ for rank, environment in enumerate(environments):
     saving.IoEngine = partial(IoEngine, fault_script="op=write delay_ms=1000")
     deepoffload.TrainingState(model, optimizer).save(f"{folder}/saved", wait=False)
     def interrupt():
-        threading.main_thread().join()
+        while not threading._SHUTTING_DOWN:
+            time.sleep(0.01)
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
     if rank in interrupted:
