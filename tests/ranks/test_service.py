@@ -48,7 +48,8 @@ def test_a_program_that_is_only_slow_is_not_nudged_again_and_again(tmp_path: Pat
     pause_s, waits = 0.15, 16  # each longer than before a first nudge
     quick, _ = run(rounds_programs.slow_rank, 2, tmp_path, 2, (0.0, pause_s))
     longer_s = max(0.0, quick["stats"].waited_s - waits * pause_s)  # where the machine has other things to do
-    assert quick["stats"].nudges < waits / 2 + longer_s / NUDGE_AFTER_S
+    # One for each wait, if nothing is learned from them. It takes more of them to learn where pauses are uneven.
+    assert quick["stats"].nudges < waits * 3 / 4 + longer_s / NUDGE_AFTER_S
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
