@@ -159,8 +159,11 @@ class Save:
     def _open_files(self) -> FileSet:
         progress = None if self._progress is None else self._progress.advance
         rank = None if self._task is None else self._task.rank
-        check = lambda: self.copying.check()  # noqa: E731  # it is made of these files
-        return FileSet(self._staged, self._planned, progress or _nothing_of, IoEngine, rank, check)
+        return FileSet(self._staged, self._planned, progress or _nothing_of, IoEngine, rank, self._check)
+
+    def _check(self) -> None:
+        """Before each write: raise what ends the save."""
+        self.copying.check()
 
     def _plan_training(self) -> bytes:
         """The content of ``training.json``; the tensors that it names get a file."""

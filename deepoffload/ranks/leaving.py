@@ -138,14 +138,18 @@ def telling_end(rounds: Ends, failure: str | None) -> Iterator[None]:
         yield
 
 
+def program_has_ended() -> bool:
+    """Whether the main program is over. Python marks its thread as ended a little later: after what waits for saves."""
+    return bool(threading._SHUTTING_DOWN) or not threading.main_thread().is_alive()  # type: ignore[attr-defined]
+
+
 @contextmanager
-def telling_end_of_process(rounds: Ends, program: threading.Thread | None = None) -> Iterator[None]:
+def telling_end_of_process(rounds: Ends, has_ended: Callable[[], bool] = program_has_ended) -> Iterator[None]:
     """Around something in a thread that the process waits for when its program has ended. The others hear of that end
-    as in :func:`telling_end`. ``program``: what runs it; not given: the main thread."""
-    program = threading.main_thread() if program is None else program
+    as in :func:`telling_end`. ``has_ended``: whether it has."""
 
     def watch(over: threading.Event) -> None:
-        while program.is_alive() and not (program is threading.main_thread() and program_has_ended()):
+        while not has_ended():
             if over.wait(LOOK_S):
                 return
         error = _last_error()
@@ -181,11 +185,6 @@ def _tell_end(rounds: Ends, failure: str | None, over: threading.Event) -> None:
             rounds.away.ends()
             if over.wait(LOOK_S):
                 return
-
-
-def program_has_ended() -> bool:
-    """Whether the main program is over. Python marks its thread as ended a little later: after what waits for saves."""
-    return getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
 
 
 def _last_error() -> BaseException | None:
