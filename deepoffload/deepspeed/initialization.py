@@ -32,7 +32,7 @@ from deepoffload.runtime.announce import warn_of_settings
 from deepoffload.runtime.construct import give_back
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
-from deepoffload.runtime.rank_facts import refuse_distributed_tensors
+from deepoffload.runtime.rank_facts import refuse_distributed
 from deepoffload.runtime.ranks import RankChoice
 
 log = logging.getLogger("deepoffload")
@@ -181,7 +181,8 @@ def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
     """Page a model that was built before. One that cannot be placed is left as it was."""
     core = Engine(config, choice.open(config))
     try:
-        refuse_distributed_tensors([model])
+        with core.agreement.together("placing the model"):
+            refuse_distributed([model])
         core.adopt_model(model)
     except BaseException as error:
         adopted = [(p, p.__dict__["_slot"]) for p in model.parameters() if isinstance(p, OffloadedParameter)]

@@ -3,6 +3,8 @@ add up gradients that have landed elsewhere."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from deepoffload.errors import UnsupportedError
 from deepoffload.params.torch_private import door_frame
 
@@ -22,7 +24,31 @@ _WRAPPING = "torch.distributed.utils"
 """Where a wrapper has the values of rank 0 sent to all. It takes all weights at once, which a small budget does not
 hold: its error would come before ours, and say something else."""
 
-_SHARDING = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.fsdp")
+_FSDP = ("torch.distributed.fsdp",)
+
+_SHARDING = ("torch.distributed.tensor", "torch.distributed._tensor", *_FSDP)
+
+_AVERAGING = ("torch.nn.parallel.distributed", "torch.distributed._composable.replicate")
+"""Where the classes of modules come from whose gradients torch averages. ``replicate()`` makes a class for each."""
+
+
+def refuse_wrapped(root: nn.Module, name: str = "") -> None:
+    """Raise when ``root`` or a module in it is one of those that :func:`refuse_sharding` refuses to make: it was made
+    before there was anything paged in it. ``name``: of ``root``.
+
+    Raises:
+        UnsupportedError: the message names the module.
+    """
+    for path, module in root.named_modules(prefix=name):
+        made_by = [kind.__module__ for kind in type(module).__mro__]
+        where = f"{path or 'the model'} is {{}} ({type(module).__name__})"
+        if any(place.startswith(_FSDP) for place in made_by):
+            raise UnsupportedError(
+                f"{where.format('sharded already')}: its weights would come and go outside of the budget, without "
+                f"paging. Take it without fully_shard or FullyShardedDataParallel. {HOW_TO_SHARD}"
+            )
+        if any(place.startswith(_AVERAGING) for place in made_by):
+            raise UnsupportedError(f"{where.format('wrapped')}. {NO_WRAPPER}")
 
 
 def refuse_sharding(name: str) -> None:

@@ -26,6 +26,7 @@ from deepoffload.params.parameter import OffloadedParameter
 from deepoffload.params.root_watch import RootWatch
 from deepoffload.params.routed import bring_experts, drop_experts, experts_of_call, num_experts
 from deepoffload.params.rows import is_table, reads_rows
+from deepoffload.params.sharding import refuse_wrapped
 from deepoffload.params.torch_private import (
     forward_hooks_of_all,
     forward_pre_hooks_of_all,
@@ -161,12 +162,17 @@ class Window:
         return self._members.changed()
 
     def _read(self, module: nn.Module) -> None:
-        """Find out whether the doors must stay, unless no hook was put on anything since the last time."""
-        self._hooks_before = self.pager.hooks.own.others()
-        hooks = hooks_of(module)
+        """Find out whether the doors must stay, unless no hook was put on anything since the last time.
+
+        Raises:
+            UnsupportedError: torch averages the gradients of the module, or shards it.
+        """
+        hooks_before, hooks = self.pager.hooks.own.others(), hooks_of(module)
         if hooks != self._hooks:
+            refuse_wrapped(module, self.name)  # torch's replicate() is nothing but hooks and another class
             self._hooks = hooks
             self._careful, self._casts = may_bypass_hooks(module), may_cast(module)
+        self._hooks_before = hooks_before
 
     def _handle_of(self, param: Tensor, name: str) -> ParamHandle | None:
         slot = param.__dict__.get("_slot")

@@ -61,7 +61,7 @@ from deepoffload.runtime.rank_facts import (
     ValueSums,
     compare_models,
     compare_settings,
-    refuse_distributed_tensors,
+    refuse_distributed,
     refuse_ordinary,
 )
 from deepoffload.runtime.rank_units import join_units
@@ -207,7 +207,7 @@ class Engine:
     def _assemble(self, roots: Sequence[nn.Module], registered: list[ParamHandle]) -> None:
         for root in roots:
             refuse_meta(root)
-        refuse_distributed_tensors(roots)
+        refuse_distributed(roots)
         if self.link is not None:
             refuse_ordinary(roots, registered)
             self.link.trains(roots)
@@ -337,7 +337,7 @@ class Engine:
     def refresh(self, root: nn.Module) -> None:
         """Adopt parameters that have come to ``root``, open windows on new modules, and move buffers to the device."""
         refuse_graph_modes(root, self.pager.memory)
-        refuse_distributed_tensors([root])
+        refuse_distributed([root])
         assembly = Assembly(self.pager, self.gradients, self._grain_bytes // PIECES_PER_BUDGET)
         plan = find_units(root, self._grain_bytes // UNITS_PER_BUDGET, assembly.target_nbytes)
         with self.pager.lock:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from deepoffload.config import Config, as_written
 from deepoffload.errors import ConfigError, UnsupportedError, UsageError
 from deepoffload.io.checksums import crc32c
-from deepoffload.params.sharding import HOW_TO_SHARD
+from deepoffload.params.sharding import HOW_TO_SHARD, refuse_wrapped
 from deepoffload.params.torch_private import get_data
 from deepoffload.params.unit import ParamHandle
 from deepoffload.runtime.agreement import Agreement
@@ -49,12 +49,15 @@ def compare_settings(agreement: Agreement, config: Config) -> None:
 
 
 def compare_models(agreement: Agreement, roots: Sequence[nn.Module]) -> None:
-    """Raise UsageError on all ranks where models have other parameters, shapes, dtypes, or trainable ones."""
+    """Raise UsageError on all ranks where models have other parameters or buffers, shapes, dtypes, or trainable ones.
+    Values of buffers may differ: running statistics are those of a rank's own data."""
     facts = {}
     for number, root in enumerate(roots, start=1):
         where = "" if len(roots) == 1 else f"model {number}: "
         for name, param in root.named_parameters():
             facts[where + name] = described(param)
+        for name, buffer in root.named_buffers():
+            facts[where + name] = f"a {'lazy ' if is_lazy(buffer) else ''}buffer {_type_of(buffer)}"
     agreement.compare(facts, "the model", error=UsageError)
 
 
@@ -62,8 +65,12 @@ def described(param: Tensor) -> str:
     """Type, shape and use of a parameter, for people."""
     if is_lazy(param):
         return "a lazy parameter"
-    dtype, use = str(param.dtype).removeprefix("torch."), "trained" if param.requires_grad else "frozen"
-    return f"{dtype}{list(param.shape)} ({use})"
+    return f"{_type_of(param)} ({'trained' if param.requires_grad else 'frozen'})"
+
+
+def _type_of(tensor: Tensor) -> str:
+    shape = "" if is_lazy(tensor) else f"{list(tensor.shape)}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
 def is_distributed(param: Tensor) -> bool:
@@ -71,9 +78,11 @@ def is_distributed(param: Tensor) -> bool:
     return any(kind.__module__.startswith(_DISTRIBUTED) for kind in (type(param), type(get_data(param))))
 
 
-def refuse_distributed_tensors(roots: Sequence[nn.Module]) -> None:
-    """Raise UnsupportedError for a model with DTensors among its parameters."""
+def refuse_distributed(roots: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedError for a model with DTensors among its parameters, or with modules that are replicated or
+    sharded by torch."""
     for root in roots:
+        refuse_wrapped(root)
         for name, param in root.named_parameters():
             if is_distributed(param):
                 raise UnsupportedError(

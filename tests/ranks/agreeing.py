@@ -92,9 +92,14 @@ def compare_structures() -> list[str]:
             model.append(nn.Linear(2, 2))
         if rank and change == "frozen":
             model[0].bias.requires_grad_(False)
+        dtype = torch.int64 if rank and change == "type" else torch.int32
+        seen = torch.full((2 if rank and change == "buffer" else 1,), rank, dtype=dtype)
+        model[0].register_buffer("seen", seen)  # values may differ
+        if rank or change != "more buffers":
+            model[1].register_buffer("mask", torch.zeros(3), persistent=False)
         return model.bfloat16() if rank and change == "dtype" else model
 
-    for change in ("", "shape", "more", "frozen", "dtype"):
+    for change in ("", "shape", "more", "frozen", "dtype", "buffer", "type", "more buffers"):
         agreement, rank = an_agreement()
         model = build(rank, change)
         said.append(error_of(compare_models, agreement, [model]))

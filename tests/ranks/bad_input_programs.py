@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
-from deepoffload.errors import DeepOffloadError, RankError
+from deepoffload.errors import DeepOffloadError, RankError, UnsupportedError
 from tests.ranks.training_programs import digest
 from tests.support.models import TinyGPT, batch, mlp, next_token_loss, rows
 
@@ -56,6 +56,49 @@ def average_by_torch() -> None:
 
 def replicate_by_torch() -> None:
     replicate(built())(rows())
+
+
+def replicate_a_layer() -> None:
+    model = built()
+    replicate(model[2])
+    model(rows())
+
+
+def replicate_a_layer_later() -> None:
+    """The second call of a model is refused as the first one is."""
+    model = built()
+    model(rows())
+    replicate(model[2])
+    with suppress(UnsupportedError):
+        model(rows())
+    model(rows())
+
+
+def build_around_a_wrapper() -> None:
+    """On rank 1 alone: the other one is told."""
+    with offload_context(host_budget="32MiB"):
+        model = mlp()
+        if rank():
+            model[2] = nn.parallel.DistributedDataParallel(model[2], init_sync=False)
+
+
+def take_over_a_wrapper() -> None:
+    model = mlp()
+    if rank():
+        replicate(model[2])
+    deepoffload.initialize(model=model, config={"host_budget": "32MiB"})
+
+
+def take_over_what_is_sharded() -> None:
+    model = mlp()
+    model[2] = FullyShardedDataParallel(model[2], device_id=torch.device("cpu"))
+    deepoffload.initialize(model=model, config={"host_budget": "32MiB"})
+
+
+def bring_a_wrapper_later() -> None:
+    model = built()
+    model.append(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+    CPUAdamW(model.parameters(), lr=1e-2)
 
 
 def shard_by_torch() -> None:
@@ -123,6 +166,12 @@ GIVEN: dict[str, Callable[[], None]] = {
     "DTensor": have_a_sharded_parameter,
     "DistributedDataParallel": average_by_torch,
     "replicate": replicate_by_torch,
+    "replicate inside": replicate_a_layer,
+    "replicate inside, later": replicate_a_layer_later,
+    "wrapped inside": build_around_a_wrapper,
+    "wrapped inside, taken over": take_over_a_wrapper,
+    "sharded inside, taken over": take_over_what_is_sharded,
+    "wrapped, later": bring_a_wrapper_later,
     "fully_shard": shard_by_torch,
     "FullyShardedDataParallel": shard_by_the_older_way,
     "other parameters": update_other_parameters,

@@ -73,6 +73,9 @@ def test_models():
                 f"{differs}rank 1 has 2.weight, and rank 0 has not",
                 f"{differs}0.bias is float32[4] (trained) on rank 0 and float32[4] (frozen) on rank 1",
                 f"{differs}0.weight is float32[4, 3] (trained) on rank 0 and bfloat16[4, 3] (trained) on rank 1",
+                f"{differs}0.seen is a buffer int32[1] on rank 0 and a buffer int32[2] on rank 1",
+                f"{differs}0.seen is a buffer int32[1] on rank 0 and a buffer int64[1] on rank 1",
+                f"{differs}rank 1 has 1.mask, and rank 0 has not",
             ]
         ]
         * 2

@@ -9,7 +9,11 @@ REFUSED = {
     "version": "ConfigError: the configuration differs between ranks: the version of deepoffload is ",
     "DTensor": "UnsupportedError: 1.weight is a DTensor: a model that is sharded already can be paged for inference",
     "DistributedDataParallel": "UnsupportedError: DistributedDataParallel around a paged model would not average",
-    "replicate": "UnsupportedError: DistributedDataParallel around a paged model would not average",
+    "replicate": "UnsupportedError: the model is wrapped (DDPSequential). DistributedDataParallel around a paged model",
+    "replicate inside": "UnsupportedError: 2 is wrapped (DDPLinear). DistributedDataParallel around a paged model",
+    "replicate inside, later": "UnsupportedError: 2 is wrapped (DDPLinear). DistributedDataParallel around a",
+    "wrapped, later": "UnsupportedError: 12 is wrapped (DistributedDataParallel). DistributedDataParallel around a",
+    "sharded inside, taken over": "UnsupportedError: 2 is sharded already (FullyShardedDataParallel): its weights",
     "fully_shard": "UnsupportedError: 0.weight is paged and cannot be sharded",
     "FullyShardedDataParallel": "UnsupportedError: 0.weight is paged and cannot be sharded",
     "other parameters": "UsageError: the ranks' optimizer.step() differ: 0.weight is updated on rank 0 alone",
@@ -23,6 +27,11 @@ GIVEN_BY_RANK_1 = {
     "local": 'ranks="local" and group= contradict each other.',
 }
 
+WRAPPED_ON_RANK_1 = {
+    "wrapped inside": "2 is wrapped (DistributedDataParallel). DistributedDataParallel around a paged model",
+    "wrapped inside, taken over": "2 is wrapped (DDPLinear). DistributedDataParallel around a paged model",
+}
+
 
 def test_what_is_refused() -> None:
     first, second = values_of(give_all, 2)
@@ -33,6 +42,9 @@ def test_what_is_refused() -> None:
         assert second[name].startswith(f"ConfigError: {text}"), (name, second[name])
         told = f"ConfigError: rank 1 has failed at reading group=, mesh= and ranks=: {text}"
         assert first[name].startswith(told), (name, first[name])
+    for name, text in WRAPPED_ON_RANK_1.items():
+        assert second[name].startswith(f"UnsupportedError: {text}"), (name, second[name])
+        assert first[name].startswith(f"UnsupportedError: rank 1 has failed at placing the model: {text}"), first[name]
 
 
 def test_the_sum_of_two_ranks_is_that_of_torch() -> None:
