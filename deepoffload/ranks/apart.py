@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from deepoffload.ranks.edited import Edited
-from deepoffload.ranks.rounds import ENDS, Want, WantKind
+from deepoffload.ranks.rounds import ENDS, EndOf, Want, WantKind
 from deepoffload.ranks.words import Whereabouts, at, end_in_words, ranks_in_words, tensor_in_words
 
 
@@ -22,27 +22,31 @@ class PeersApartError(RuntimeError):
         if _same_edit(self.wants):
             return differing_values(name_of(self.wants[0]), [want.content for want in self.wants])
         closed = [rank for rank, want in enumerate(self.wants) if want.kind in ENDS]
-        places = ", ".join(
-            Whereabouts(at(want, name_of), self.steps[rank]).of(rank)
+        there = {
+            rank: Whereabouts(at(want, name_of), self.steps[rank])
             for rank, want in enumerate(self.wants)
             if rank not in closed
-        )
+        }
         if closed:
-            ended = ", ".join(end_in_words(rank, self.wants[rank], self.steps[rank]) for rank in closed)
-            why = (
-                "; the launcher says with which status it has ended"
-                if any(self.wants[r].content for r in closed)
-                else ""
-            )
-            return (
-                f"{ended}, but others train on: {places}. All ranks make the same number of steps (where they have "
-                "different numbers of batches: with deepoffload.join(model)), and end, or close the engine, after the "
-                f"last one{why}"
-            )
+            return self._text_at_end(closed, ", ".join(where.in_training(rank) for rank, where in there.items()))
+        places = ", ".join(where.of(rank) for rank, where in there.items())
         return (
             f"ranks write to different weights or gradients, or not all of them do: {places}. All ranks make the same "
             "changes in the same places of the program, and none inside deepoffload.join; clip with the optimizer's "
             "max_grad_norm there, not with torch's clip_grad_norm_"
+        )
+
+    def _text_at_end(self, closed: list[int], places: str) -> str:
+        """What all ranks raise where some are at their end, and where the others are."""
+        alike: dict[tuple[EndOf, int], list[int]] = {}
+        for rank in closed:
+            alike.setdefault((EndOf(self.wants[rank].content), self.steps[rank]), []).append(rank)
+        ended = ", ".join(end_in_words(ranks, *end) for end, ranks in alike.items())
+        is_exit = any(end is not EndOf.ENGINE for end, _ in alike)
+        return (
+            f"{ended}, but others train on: {places}. All ranks make the same number of steps (where they have "
+            "different numbers of batches: with deepoffload.join(model)), and end, or close the engine, after the "
+            f"last one{'; the launcher says with which status it has ended' if is_exit else ''}"
         )
 
 

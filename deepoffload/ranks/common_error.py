@@ -100,8 +100,9 @@ class CommonError:
             text = f"failure of {ranks_in_words(error.ranks)}: its output says why"
             raise self._give_up(Verdict(text if said is None else said.text, tuple(error.ranks))) from None
         except PeersApartError as error:
+            # Those that have not seen it yet lose their connections to this rank, and read there why.
             ended = tuple(rank for rank, want in enumerate(error.wants) if want.kind in ENDS)
-            raise self._give_up(Verdict(error.text(self._name_of), ended)) from None
+            raise self._give_up(self._roll_call.judge(Verdict(error.text(self._name_of), ended))) from None
         except LaunchError as error:
             cause = error.__cause__
             assert cause is not None

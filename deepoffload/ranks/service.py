@@ -260,13 +260,14 @@ class RoundService:
         """Wait until all ranks close, serve them until then, and end. Idempotent.
 
         Raises:
-            RankError: others train on. It is raised there, too. This rank's part has ended all the same.
+            RankError: others train on. It is raised there, too. This rank's part has ended all the same. Or what the
+                program has not been told yet.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            if not self.has_failed or self.away.want.kind is WantKind.CLOSING:
+            if not self.error.is_told or self.away.want.kind is WantKind.CLOSING:
                 self.meet(WantKind.CLOSE, content=self.away.end)
         finally:
             self._cancel_at_exit()

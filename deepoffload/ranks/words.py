@@ -19,9 +19,12 @@ _AT = {
 }
 _AT_END_OF = {EndOf.PROGRAM: "at the end of its program", EndOf.MODEL: "at the end of its model"}
 _HAS_ENDED = {
-    EndOf.ENGINE: " has closed its engine",
-    EndOf.PROGRAM: "'s program has ended",
-    EndOf.MODEL: " has dropped its model, or its program has ended,",
+    EndOf.ENGINE: ("{} has closed its engine", "{} have closed their engines"),
+    EndOf.PROGRAM: ("{}'s program has ended", "the programs of {} have ended"),
+    EndOf.MODEL: (
+        "{} has dropped its model, or its program has ended,",
+        "{} have dropped their models, or their programs have ended,",
+    ),
 }
 
 
@@ -39,9 +42,10 @@ def at(want: Want, name_of: Callable[[Want], str]) -> str:
     return f"{words} {tensor_in_words(name) if want.kind is WantKind.EDIT else layer_in_words(name)}"
 
 
-def end_in_words(rank: int, want: Want, steps: int) -> str:
-    """For example "rank 1's program has ended after 1 step". ``want``: what that rank has said, one of ENDS."""
-    return f"rank {rank}{_HAS_ENDED[EndOf(want.content)]} after {steps} step{'' if steps == 1 else 's'}"
+def end_in_words(ranks: Sequence[int], end: EndOf, steps: int) -> str:
+    """For example "rank 1's program has ended after 1 step"."""
+    said = _HAS_ENDED[end][len(ranks) > 1].format(ranks_in_words(ranks))
+    return f"{said} after {steps} step{'' if steps == 1 else 's'}"
 
 
 def tensor_in_words(name: str) -> str:
@@ -90,6 +94,12 @@ class Whereabouts:
     at: str
     step: int
     waits: bool = True
+
+    def in_training(self, rank: int) -> str:
+        """A sentence about that rank, where others train no more."""
+        if self.at == OUTSIDE:
+            return self.of(rank)
+        return f"rank {rank} is at its step number {self.step + 1} ({self.at})"
 
     def of(self, rank: int) -> str:
         """A sentence about that rank."""

@@ -130,7 +130,7 @@ def test_who_closes_while_others_train_is_an_error_on_all(tmp_path: Path) -> Non
     for value in in_trouble("close", 2, tmp_path, LONG_S):
         assert value["seconds"] < SOON_S
         assert value["error"].startswith(
-            "rank 1 has closed its engine after 1 step, but others train on: rank 0 was at"
+            "rank 1 has closed its engine after 1 step, but others train on: rank 0 is at its step number 2 (at "
         )
 
 
@@ -210,7 +210,7 @@ def test_programs_that_close_nothing_end_quietly(programs: Programs, tmp_path: P
             "sys.exit(3)",
             "while True: side.forward_and_backward()",
             3,
-            "'s program has ended after 1 step, but others train on: rank 0 was",
+            "'s program has ended after 1 step, but others train on: rank 0 is at its step number 2 (",
         ),
         ("sys.exit(3)", "wait_elsewhere(side)", 3, "was at the end of its program (step 1)\n"),
     ],

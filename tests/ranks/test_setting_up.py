@@ -87,10 +87,14 @@ def test_a_rank_may_have_its_model_for_itself() -> None:
     assert values_of(programs.train_for_itself, 2) == [(losses, 1) for losses in alone]
 
 
-def test_closing_while_others_train_is_an_error_on_all() -> None:
-    first, second = values_of(programs.close_early, 2)
-    text = "RankError: rank 1 has closed its engine after 2 steps, but others train on: rank 0 was at"
-    assert first.startswith(text) and second.startswith(text)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_more_on_one_rank_is_one_error_on_all(world_size: int) -> None:
+    first, *others = values_of(programs.close_early, world_size)
+    assert all(said == first for said in others), (first, others)
+    closed = "rank 0 has closed its engine" if world_size == 2 else "ranks 0 and 1 have closed their engines"
+    for text in first[:-1]:
+        trains = f"rank {world_size - 1} is at its step number 3 (at "
+        assert text.startswith(f"RankError: {closed} after 2 steps, but others train on: {trains}"), text
 
 
 def test_what_is_closed_or_forgotten_leaves_nothing_and_the_end_of_the_process_closes_the_last() -> None:
