@@ -35,7 +35,7 @@ from deepoffload.ranks.limited_store import ANSWERS_WITHIN_S, LimitedStore
 from deepoffload.ranks.links import own_client
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.round_runner import PayloadFlight
-from deepoffload.ranks.rounds import Payload, Want, WantKind
+from deepoffload.ranks.rounds import Payload, WaitFor, Want, WantKind
 from deepoffload.ranks.service import RoundService
 from deepoffload.ranks.sums import SquareSum, packed, unpacked
 from deepoffload.schedule.cost_model import LinkRates
@@ -298,12 +298,15 @@ class RankLink:
         """Say that this rank has no part in the next reduction of a unit's gradients. Launches nothing."""
         self.rounds.queue(Want(WantKind.PASS, gradients_number(unit_index)))
 
-    def wait_reduced(self, unit_index: int, limit_s: float = math.inf) -> bool:
+    def wait_reduced(
+        self, unit_index: int, limit_s: float = math.inf, reason: WaitFor = WaitFor.ALL_PARTS
+    ) -> bool:
         """Return when all has been launched for which this rank has announced a part of a unit, or that it has none, or
         when about ``limit_s`` are over. Serves other ranks meanwhile. Returns whether it has been launched."""
-        if not self.rounds.wait_launched(Want(WantKind.PASS, gradients_number(unit_index)), limit_s):
+        number = gradients_number(unit_index)
+        if not self.rounds.wait_launched(Want(WantKind.PASS, number), limit_s, reason):
             return False
-        return self.rounds.wait_launched(Want(WantKind.REDUCE, gradients_number(unit_index)), limit_s)
+        return self.rounds.wait_launched(Want(WantKind.REDUCE, number), limit_s, reason)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

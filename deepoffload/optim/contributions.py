@@ -13,6 +13,7 @@ checkpointing) cannot see where the outer one ends: at its own end all that is t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from deepoffload.copies.rank_link import RankLink, gradients_number, late_index
-from deepoffload.errors import RankError
+from deepoffload.errors import BudgetError, RankError
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
@@ -33,7 +34,7 @@ from deepoffload.optim.lands import Lands, Reading, trained_of
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
 from deepoffload.params.unit import ParamHandle, Unit
-from deepoffload.ranks.rounds import Want, WantKind
+from deepoffload.ranks.rounds import WaitFor, Want, WantKind
 from deepoffload.timeline import Lane
 
 WAIT_S = 5.0
@@ -246,7 +247,7 @@ class Contributions:
         contribution.block = self._slots.move_out(contribution.offset, plan.layout, plan.unit.name)
         self._launched_since_moved = False
         if contribution.block is None:
-            SHIELD.outside(self._link.wait_reduced, plan.index)
+            SHIELD.outside(self._link.wait_reduced, plan.index, math.inf, WaitFor.ROOM)
 
     def _announce(self, contribution: Contribution, *, is_over: bool = False) -> None:
         plan, present = contribution.plan, contribution.present
@@ -294,7 +295,7 @@ class Contributions:
             given = plan.posted.popleft()
             self._announced.remove(given)
             if given.block is not None:
-                given.memory = self._slots.bring_back(given.block, plan.layout)
+                given.memory = self._bring_back(given.block, plan)
             self._launched_since_moved = True
         elif plan.passes:
             plan.passes -= 1
@@ -307,6 +308,21 @@ class Contributions:
         reducing.is_partial = is_partial
         self._gradients.parts_come(plan.block)
         return reducing
+
+    def _bring_back(self, block: Block, plan: ContributionPlan) -> Tensor:
+        """A contribution that went into a block. Where there is no room, what is in flight lands and leaves before; no
+        round is taken meanwhile."""
+        while True:
+            try:
+                return self._slots.bring_back(block, plan.layout)
+            except BudgetError:
+                if not (self._landed or self._reducing):
+                    raise
+            if not self._landed:
+                self._land_first()
+            oldest = self._landed[0]
+            self._link.rounds.wait_out(Reading(oldest.flight), _want(oldest.plan))
+            self._release_what_is_read()
 
     def land_through(self, last: Reducing) -> None:
         """Land the reductions up to this one, if they have not landed. All ranks have launched them."""

@@ -95,12 +95,12 @@ class Away:
         self._nudge(self._rank, number)
 
     def is_enough(self, until_s: float) -> bool:
-        """Whether a wait for launches, that may take until then, is over: others that wait for this rank outside of
-        rounds, at a save for example, announce nothing before. Those that wait in calls of other models hardly do. To
-        be called with the lock held."""
+        """Whether a wait for launches, that may take until then, is over: where all ranks wait in rounds, and others that
+        wait for this one outside of rounds, at a save for example, announce nothing before. Those that wait in calls of
+        other models hardly do. To be called with the lock held."""
         if until_s == math.inf:
             return False
-        if time.monotonic() >= until_s:
+        if time.monotonic() >= until_s or self._runner.all_rest:
             return True
         wants = self._runner.unmet
         waits_here = self._rank < len(wants) and wants[self._rank].kind in PARTS | {WantKind.WAIT}

@@ -77,6 +77,7 @@ class RoundRunner:
         met: what all ranks have met at, until somebody takes note of it.
         joined: the ranks that were there because they have joined.
         unmet: what every rank has said in the last round, in rank order; nothing where that was a meeting.
+        all_rest: whether all ranks rested in the last round, and it led to nothing.
         bytes_wanted: whether any rank asked for a payload in the last round.
         heard: when a payload was launched or over, or something met, on the clock of ``time.monotonic``.
         held: above zero no round is taken and nothing is launched: what a launch calls, or an update, is in the middle
@@ -91,6 +92,7 @@ class RoundRunner:
         self.met: WantKind | None = None
         self.joined: tuple[int, ...] = ()
         self.unmet: tuple[Want, ...] = ()
+        self.all_rest = False
         self.bytes_wanted = False
         self._said_at = 0.0
         self._answered: tuple[Want, float] | None = None
@@ -220,6 +222,7 @@ class RoundRunner:
         if outcome.apart:
             raise PeersApartError(wants, [steps for *_, steps, _ in messages])
         self.unmet = tuple(wants) if outcome.met is None else ()
+        self.all_rest = not outcome.payloads and all(want.kind in RESTS for want in self.unmet or (NOTHING,))
         if outcome.met is not None:
             self.met, self.joined = outcome.met, outcome.joined
         if outcome.payloads or outcome.met is not None:

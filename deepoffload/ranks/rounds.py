@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +47,17 @@ class WantKind(enum.IntEnum):
     """All of the program waits in a call of another model; said by the thread."""
     CLOSING = 12
     """The program ends, and waits for what this rank is still at, a save in the background; said by the thread."""
+
+
+class WaitFor(enum.IntEnum):
+    """What a WAIT is for."""
+
+    ALL_PARTS = 0
+    """The sum of all ranks, which the program reads."""
+    ROOM = 1
+    """The memory of the part: any sum of it with what is there gives that back."""
+    A_WHILE = 2
+    """Nothing that cannot be done without: it ends by itself."""
 
 
 class EndOf(enum.IntEnum):
@@ -86,10 +97,11 @@ class Want(NamedTuple):
     """What a rank needs next.
 
     Attributes:
-        unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it waits for a
-            while only, else 1 + the number of the reduction; 0 for other kinds.
+        unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it is not the
+            program that waits, or it does so for a while only, else 1 + the number of the reduction; 0 for other kinds.
         content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number
-            that stands for what it waits at; of CLOSE and CLOSING, an :class:`EndOf`; 0 for other kinds.
+            that stands for what it waits at; of CLOSE and CLOSING, an :class:`EndOf`; of WAIT, a :class:`WaitFor`; 0
+            for other kinds.
     """
 
     kind: WantKind
@@ -173,9 +185,11 @@ class HeldReductions:
             if ranks:
                 yield Payload(WantKind.REDUCE, unit, ranks, is_partial)
 
-    def release_all(self, over: frozenset[int], waiting: frozenset[int] = frozenset()) -> Iterator[Payload]:
-        """The same of all units."""
-        for unit in tuple(self._parts):
+    def release_all(
+        self, over: frozenset[int], waiting: frozenset[int] = frozenset(), but: Collection[int] = ()
+    ) -> Iterator[Payload]:
+        """The same of all units, ``but`` these."""
+        for unit in [unit for unit in self._parts if unit not in but]:
             yield from self.release(unit, over, waiting)
 
 
@@ -313,8 +327,18 @@ class Rounds:
             if released:
                 return  # who waited may announce more
         if self._held and all(want.kind in STEPPING or want.kind is WantKind.WAIT for want in wants):
-            # Nobody can announce a part before something is reduced: the parts that are there are added.
-            yield from self._held.release_all(over, frozenset(range(self.world_size)))
+            yield from self._released_for_room([want for want in wants if want.kind is WantKind.WAIT], over)
+
+    def _released_for_room(self, waits: Sequence[Want], over: frozenset[int]) -> Iterator[Payload]:
+        """Where nobody can announce a part before something is reduced, the parts that are there are added. Not those
+        of a sum that a program reads, as long as others help."""
+        reasons = {want.content for want in waits}
+        if WaitFor.A_WHILE in reasons:
+            return  # that rank ends its wait, and may announce more
+        read = {want.unit - 1 for want in waits if want.content == WaitFor.ALL_PARTS}
+        everyone = frozenset(range(self.world_size))
+        released = tuple(self._held.release_all(over, everyone, but=read)) if WaitFor.ROOM in reasons else ()
+        yield from released or self._held.release_all(over, everyone)
 
     def _meet(self, kinds: set[WantKind], different: int) -> WantKind | None:
         if kinds == {WantKind.EDIT}:

@@ -42,7 +42,7 @@ from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.roll_call import RollCall
 from deepoffload.ranks.round_runner import Launch, PayloadFlight, RoundRunner, Waitable
-from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, PARTS, EndOf, Want, WantKind
+from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, PARTS, EndOf, WaitFor, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
 from deepoffload.ranks.words import Whereabouts, at
@@ -161,11 +161,12 @@ class RoundService:
             self.check()
             self._runner.advance()
 
-    def wait_launched(self, want: Want, limit_s: float = math.inf) -> bool:
+    def wait_launched(self, want: Want, limit_s: float = math.inf, reason: WaitFor = WaitFor.ALL_PARTS) -> bool:
         """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
         when about ``limit_s`` are over, or would be in vain. Returns whether it has been launched."""
         lasts = limit_s == math.inf and self.away.is_of_program()
-        rest = Want(WantKind.WAIT, 1 + want.unit if lasts else 0) if want.kind in PARTS else None
+        content = reason if limit_s == math.inf else WaitFor.A_WHILE
+        rest = Want(WantKind.WAIT, 1 + want.unit if lasts else 0, content) if want.kind in PARTS else None
         until, rounds = time.monotonic() + limit_s, self._runner.rounds
         self._until(lambda: not rounds.is_pending(want) or self.away.is_enough(until), want, rest)
         with self._lock:

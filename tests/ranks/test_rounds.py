@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepoffload.ranks.rounds import NOTHING, Payload, RoundOutcome, Rounds, Want, WantKind
+from deepoffload.ranks.rounds import NOTHING, Payload, RoundOutcome, Rounds, WaitFor, Want, WantKind
 from tests.support.rounds_world import Op, Program, World
 
 GATHER, REDUCE, PASS = WantKind.GATHER, WantKind.REDUCE, WantKind.PASS
@@ -208,6 +208,32 @@ def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
     rounds.rest(Want(WantKind.WAIT))
     partial = (Payload(REDUCE, 1, (0, 2), is_partial=True), Payload(REDUCE, 2, (1,), is_partial=True))
     assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome(partial)
+
+
+def test_parts_are_not_added_before_a_rank_that_waits_for_a_while_has_announced_its_others():
+    rounds = ready(0, Want(REDUCE, 1))
+    rounds.take([Want(REDUCE, 1), Want(REDUCE, 2)])
+    reads, tries = Want(WantKind.WAIT, 1 + 1, WaitFor.ALL_PARTS), Want(WantKind.WAIT, 0, WaitFor.A_WHILE)
+    rounds.rest(reads)
+    assert rounds.take([reads, tries]) == RoundOutcome()
+    rounds.rest(reads)
+    assert rounds.take([reads, Want(REDUCE, 1)]) == RoundOutcome((Payload(REDUCE, 1, (0, 1)),))
+
+
+def test_who_has_no_room_gets_it_from_sums_that_nobody_reads_first():
+    rounds = ready(0, Want(REDUCE, 1))
+    rounds.take([Want(REDUCE, 1), Want(REDUCE, 2)])
+    reads, full = Want(WantKind.WAIT, 1 + 1, WaitFor.ALL_PARTS), Want(WantKind.WAIT, 1 + 2, WaitFor.ROOM)
+    rounds.rest(reads)
+    assert rounds.take([reads, full]) == RoundOutcome((Payload(REDUCE, 2, (1,), is_partial=True),))
+    rounds.post(Want(REDUCE, 2))
+    rounds.enter()
+    assert rounds.take([Want(REDUCE, 2), Want(WantKind.WAIT, 1 + 2, WaitFor.ROOM)]) == RoundOutcome()
+    both = (Payload(REDUCE, 1, (0,), is_partial=True), Payload(REDUCE, 2, (0,), is_partial=True))
+    rounds.rest(reads)
+    assert rounds.take([reads, Want(WantKind.WAIT, 1 + 3, WaitFor.ROOM)]) == RoundOutcome(both[1:])
+    rounds.rest(reads)
+    assert rounds.take([reads, Want(WantKind.WAIT, 1 + 3, WaitFor.ROOM)]) == RoundOutcome(both[:1]), "else nobody goes on"
 
 
 def test_who_has_not_asked_yet_takes_nothing():
