@@ -26,7 +26,7 @@ NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-integrations test-versions lint simulated-gpu compiled format sanitize clean
+.PHONY: help install demo test check test-integrations test-versions lint simulated-gpu format sanitize clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
@@ -47,10 +47,9 @@ $(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
 
-# What two cores do before the tests begin: the checks, and compiling the simulated GPU and all modules that tests import,
-# which each of the tests' processes would else compile.
+# What one core does before the tests begin: the checks, and compiling the simulated GPU.
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint simulated-gpu compiled
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint simulated-gpu
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 check: lint
@@ -72,10 +71,6 @@ lint: $(INSTALLED)
 
 simulated-gpu: $(INSTALLED)
 	$(BIN)/python -c "from tests.support.simulated_gpu.build import build; build()"
-
-# Where this fails, the tests say why.
-compiled: $(INSTALLED)
-	$(BIN)/python -m pytest -qq --collect-only > /dev/null || true
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix-only --quiet .
