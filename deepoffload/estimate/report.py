@@ -131,7 +131,7 @@ def _step(estimate: Estimate) -> list[str]:
     if times.to_device_bytes or times.from_device_bytes:
         ranks = estimate.machine.ranks_per_device
         there, back = (format_bytes(nbytes * ranks) for nbytes in (times.to_device_bytes, times.from_device_bytes))
-        lines.append(f"over the bus of each device per step: {there} to it, {back} from it")
+        lines.append(f"over the bus of each device per step: {there} to it, {back} from it, busy {times.bus_s:.3g} s")
     if step.activation_bytes:
         lines.append(
             f"activations: {format_bytes(step.activation_bytes)} go to NVMe and come back in each step, for which it "

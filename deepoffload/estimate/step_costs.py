@@ -45,6 +45,8 @@ class StepCosts:
     ) -> None:
         self._units = units
         self._visits = run.visits
+        backward = (number for number, visit in enumerate(run.visits) if visit.backward)
+        self._backward_from = next(backward, len(run.visits))
         self._content = blocks.content_bytes
         self._state_bytes = {n: sum(self._content[block] for block in unit.state) for n, unit in units.items()}
         self._machine = machine
@@ -87,7 +89,8 @@ class StepCosts:
 
     def _timed(self, use: StepUse, coming: Sequence[int]) -> TimedUse:
         seconds = self._update_s(use) if use.phase is Phase.UPDATE else self._visit_s(use)
-        timed, updates = TimedUse(use.use, use.phase, seconds), use.phase is Phase.UPDATE
+        again = use.phase is Phase.FORWARD and min(use.visits) > self._backward_from
+        timed, updates = TimedUse(use.use, use.phase, seconds, again=again), use.phase is Phase.UPDATE
         if self._machine.has_device:
             work = None if updates else self._device_work(use, coming)
             timed = replace(timed, device_work=work, in_backward=use.in_backward)

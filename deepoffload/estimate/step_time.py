@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepoffload.config import Config
@@ -11,7 +12,7 @@ from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.step_costs import OpTimes, StepCosts
 from deepoffload.params.prefetcher import BUSY_TRANSFERS, EVENTS_PER_PLAN, WRITE_BEHIND_SHARE
-from deepoffload.schedule.clock import StepTimes, TimedRun
+from deepoffload.schedule.clock import StepTimes, TimedRun, TimedUse
 from deepoffload.schedule.cost_model import (
     AccumulationOrder,
     Bandwidths,
@@ -118,8 +119,7 @@ def estimate_step(
     if machine.has_device:
         model_s = sum(use.device_work.seconds for use in uses if use.device_work is not None)
         compute_s += model_s
-    bus_s = max(times.to_device_bytes, times.from_device_bytes) / machine.bus_bytes_per_s
-    bound = _bound(times, compute_s, model_s, bus_s)
+    bound = _bound(times, _busy(times, uses, model_s))
     k = workload.accumulation_steps
     written = frozenset(played.ever_written)
     reduced = 0 if blocks.rank is None else k * sum(blocks.rank.reduced_bytes(unit) for unit in units)
@@ -161,13 +161,32 @@ def _guessing(blocks: BlockPlan, machine: MachineSpec) -> Guessing:
     return Guessing(FIRST_SHARE_ON_DEVICE, free_bytes / ROOM_MARGIN)
 
 
-def _bound(times: StepTimes, compute_s: float, model_s: float, bus_s: float) -> str:
-    if times.link_s > 0.5 * times.seconds:
-        return "the link between ranks"
-    if bus_s > 0.8 * times.seconds:
-        return "the bus between host and device"
+LINK, BUS = "the link between ranks", "the bus between host and device"
+
+
+def _busy(times: StepTimes, uses: Sequence[TimedUse], model_s: float) -> dict[str, float]:
+    """For how long a step needs what it is made of. Landings and updates share the host's memory."""
+    update_s = sum(use.seconds for use in uses if use.phase is Phase.UPDATE)
+    works = [use.device_work for use in uses if use.device_work is not None]
+    launch_s = sum(use.seconds for use in uses if use.device_work is not None)
+    landing_s = sum(work.landing_s - work.link_s for work in works)
+    what = "the update" if update_s >= landing_s else "gradients that land"
+    return {
+        "computing": model_s,
+        f"memory bandwidth ({what})": update_s + landing_s,
+        "launching what the device computes": launch_s,
+        LINK: times.link_s,
+        BUS: times.bus_s,
+    }
+
+
+def _bound(times: StepTimes, busy: dict[str, float]) -> str:
+    if busy[LINK] > 0.5 * times.seconds:
+        return LINK
+    if busy[BUS] > 0.8 * times.seconds:
+        return BUS
     if times.wait_s < 0.1 * times.seconds:
-        return "computing" if model_s >= compute_s / 2 else "memory bandwidth (the update)"
+        return max(busy, key=lambda what: busy[what])
     if times.busy_s > 0.8 * times.seconds:
         return "disk"
     return "disk, part of the time: too little memory to look far enough ahead"

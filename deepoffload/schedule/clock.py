@@ -34,6 +34,7 @@ class TimedUse:
     work's landing, and the bytes of the copies go to it.
     With a device: ``seconds`` are the program's, in which it launches ``device_work``. An update that is
     ``in_backward`` is made when the gradients have come, which the program notices where it launches more.
+    ``again``: a forward that runs again in backward, behind a checkpoint. Its seconds are backward's.
     """
 
     use: Use
@@ -44,13 +45,20 @@ class TimedUse:
     changed: tuple[int, ...] = ()
     device_work: DeviceWork | None = None
     in_backward: bool = False
+    again: bool = False
+
+    @property
+    def spent_in(self) -> Phase:
+        """The part of the step that its seconds belong to."""
+        return Phase.BACKWARD if self.again else self.phase
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step by phase, waiting among them, and what the disk did meanwhile. ``busy_s``: of the disk.
     ``link_s``: of transfers between ranks; ``gathered_bytes``: what came from others for whole copies.
-    ``backward_wait_s``: waiting in backward. ``to_device_bytes``, ``from_device_bytes``: over the bus of a device."""
+    ``backward_wait_s``: waiting in backward. ``to_device_bytes``, ``from_device_bytes``: over the bus of a device, busy
+    in either direction for ``bus_s``."""
 
     forward_s: float
     backward_s: float
@@ -65,6 +73,7 @@ class StepTimes:
     gathered_bytes: int = 0
     to_device_bytes: int = 0
     from_device_bytes: int = 0
+    bus_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -153,22 +162,22 @@ class TimedRun:
         spent = dict.fromkeys(Phase, 0.0)
         waited = dict.fromkeys(Phase, 0.0)
         busy_before, link_s, gathered_bytes = self.disk.busy_s, 0.0, 0
-        in_before, out_before = self._passed()
+        in_before, out_before, bus_before_s = self._passed()
         self._faults = self._read_bytes = self._written_bytes = 0
         for timed in self._in_time(uses, spent):
             begun = self.disk.now
-            waited[timed.phase] += self._use(timed)
+            waited[timed.spent_in] += self._use(timed)
             gather_s, nbytes = self._gather(timed)
             self._compute(timed, timed.seconds + timed.link_s)
             link_s, gathered_bytes = link_s + timed.link_s + gather_s, gathered_bytes + nbytes
             link_s += 0.0 if timed.device_work is None else timed.device_work.link_s
             self._after(timed.use)
-            spent[timed.phase] += self.disk.now - begun
+            spent[timed.spent_in] += self.disk.now - begun
         self.trace.end_of_step()
         self._pump(())
         for block in discards:
             self._drop(block)
-        in_after, out_after = self._passed()
+        in_after, out_after, bus_after_s = self._passed()
         return StepTimes(
             forward_s=spent[Phase.FORWARD],
             backward_s=spent[Phase.BACKWARD],
@@ -183,11 +192,13 @@ class TimedRun:
             gathered_bytes=gathered_bytes,
             to_device_bytes=in_after - in_before,
             from_device_bytes=out_after - out_before,
+            bus_s=bus_after_s - bus_before_s,
         )
 
-    def _passed(self) -> tuple[int, int]:
-        """Bytes that have gone to the device so far, and that have come from it."""
-        return (0, 0) if self._device is None else (self._device.in_bytes, self._device.out_bytes)
+    def _passed(self) -> tuple[int, int, float]:
+        """Bytes that have gone to the device so far, and that have come from it; and the seconds that took."""
+        device = self._device
+        return (0, 0, 0.0) if device is None else (device.in_bytes, device.out_bytes, device.bus_s())
 
     def _in_time(self, uses: Sequence[TimedUse], spent: dict[Phase, float]) -> Iterator[TimedUse]:
         """The uses in the order in which the program comes to them. With a device, updates in backward wait for their

@@ -69,6 +69,7 @@ class TimedDevice:
         self._coming: deque[_Coming] = deque()
         self._under_way: deque[tuple[float, int]] = deque()  # landings that have begun: their ends and bytes
         self._launched = self._landed = 0
+        self._passing: list[tuple[float, float]] = []  # begin and end of what passes over the link
 
     def launch(self, now: float, work: DeviceWork) -> float:
         """The program launches a visit. Returns when it goes on, which is later where the ring is full."""
@@ -80,7 +81,7 @@ class TimedDevice:
         self._computed_s = max(self._computed_s, now, self._came_s) + work.seconds
         if work.out_bytes:
             self.out_bytes += work.out_bytes
-            self._left_s = max(self._left_s, self._computed_s) + work.out_bytes / self._link_bytes_per_s
+            self._left_s = self._pass_over(max(self._left_s, self._computed_s), work.out_bytes)
             self._coming.append(_Coming(self._left_s, work.out_bytes, work.landing_s))
             self._launched += 1
         return now
@@ -98,7 +99,24 @@ class TimedDevice:
 
     def _send(self, now: float, nbytes: int) -> None:
         self.in_bytes += nbytes
-        self._came_s = max(self._came_s, now) + nbytes / self._link_bytes_per_s
+        self._came_s = self._pass_over(max(self._came_s, now), nbytes)
+
+    def _pass_over(self, begin: float, nbytes: int) -> float:
+        """Returns when these bytes, which leave at ``begin``, have passed over the link."""
+        end = begin + nbytes / self._link_bytes_per_s
+        self._passing.append((begin, end))
+        return end
+
+    def bus_s(self) -> float:
+        """Seconds in which bytes pass over the link in either direction, in both or in one."""
+        merged: list[tuple[float, float]] = []
+        for begin, end in sorted(self._passing):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        self._passing = merged
+        return sum(end - begin for begin, end in merged)
 
     def uses(self, copies: Iterable[int]) -> None:
         """What has been launched last uses these."""

@@ -50,6 +50,7 @@ def steady_step(
         gathered_bytes=round(mean("gathered_bytes")),
         to_device_bytes=round(mean("to_device_bytes")),
         from_device_bytes=round(mean("from_device_bytes")),
+        bus_s=mean("bus_s"),
     ), run
 
 

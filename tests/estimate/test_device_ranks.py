@@ -76,3 +76,35 @@ def test_mistakes_about_devices_are_named(machine, arguments, named, tmp_path, c
     file.write_text(json.dumps({**MACHINE, **machine}))
     assert main([*SMALL, "--machine", str(file), *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", [None, "16MiB"])
+def test_what_runs_again_in_backward_is_backwards(budget, tmp_path, capsys):
+    """With checkpoints the forward takes as long as without, and gradients are added up in backward, also where the
+    device holds a part of the weights."""
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({**MACHINE, **DEVICES, "devices_per_node": 2, "host_bytes_per_s": 1e11}))
+    of_ranks = ["--ranks", "2", "--link-rate", "1GB", *(("--device-budget", budget) if budget else ())]
+    for arguments in ([], ["--machine", str(file), *of_ranks]):
+        steps = []
+        for more in ([], ["--checkpointing"]):
+            said = ["--machine", str(file.with_name("cpu.json"))] if not arguments else arguments
+            file.with_name("cpu.json").write_text(json.dumps(MACHINE))
+            assert main([*SMALL, *said, *more, "--json"]) == 0
+            steps.append(json.loads(capsys.readouterr().out)["step"])
+        plain, again = steps
+        assert again["forward_s"] == pytest.approx(plain["forward_s"], rel=0.1)
+        assert again["backward_s"] > plain["backward_s"] > again["reduced_bytes"] / 1e9
+
+
+def test_the_bus_is_named_where_its_two_directions_follow_each_other(tmp_path, capsys):
+    """All weights go to the device in forward, and all gradients come from it in backward: no direction is busy for
+    more than half of the step."""
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({**MACHINE, **DEVICES, "devices_per_node": 2, "link_bytes_per_s": 1e8}))
+    for ranks, more in (("1", []), ("2", ["--link-rate", "4GB"])):
+        assert main([*SMALL, "--machine", str(file), "--ranks", ranks, *more, "--json"]) == 0
+        step = json.loads(capsys.readouterr().out)["step"]
+        each = (step["to_device_bytes"] / 1e8, step["from_device_bytes"] / 1e8)
+        assert max(each) < 0.6 * step["seconds"] and sum(each) > 0.8 * step["seconds"]
+        assert step["bound"] == "the bus between host and device", step
