@@ -11,10 +11,12 @@ from deepoffload.config import Config
 from deepoffload.errors import PlacementError, UsageError
 from deepoffload.estimate.rank_share import PlannedLink, RankShare, rank_share
 from deepoffload.native.aio import PAGE_BYTES, round_up
+from deepoffload.optim.device_landing import ring_of
 from deepoffload.runtime.building import WINDOW_SHARE, kept_bytes, shares_of
 from deepoffload.runtime.choice import ChosenCut, Room, choose, why_no_guesses
 from deepoffload.runtime.compute_types import ComputeTypes
 from deepoffload.runtime.plan import cutter_of, dry_pager
+from deepoffload.runtime.refusals import in_ring
 from deepoffload.schedule.cost_model import Bandwidths, BlockKind
 from deepoffload.schedule.placement import BlockSpec, Placement
 
@@ -30,6 +32,8 @@ class BlockPlan:
     ``trained_by_unit``: how many trainable parameters (tensors) each unit has.
     ``registered_bytes``: parameters as the model registers them. ``largest_bytes``: the largest one, so registered.
     ``device_bytes``: what the engine takes of a device's memory, in one piece; 0 where the CPU computes.
+    ``ring_bytes``: of the host budget, what the engine takes for gradients on their way from the device, where one rank
+    trains alone.
     ``rank``: where this is one rank's part of a model, what else the rank has.
     """
 
@@ -42,6 +46,7 @@ class BlockPlan:
     num_parameters: int
     trained_by_unit: dict[int, int]
     device_bytes: int = 0
+    ring_bytes: int = 0
     rank: RankShare | None = None
 
     def table(self) -> str:
@@ -83,6 +88,7 @@ class Planner:
         # One of several ranks plans for memory through which its copies come to the device. What is asked of the
         # host alone is asked with as much of the device as it takes.
         self._any_device_bytes = UNBOUNDED_BYTES if link is not None and on_device else 0
+        self._has_ring = link is None and on_device
         self._no_guesses = why_no_guesses(config, on_device=on_device)
         self._params = [handle.tensor for handle in handles if handle.tensor is not None]
         self._cutter = cutter_of(pager, gradients, config, [model], handles)
@@ -95,22 +101,37 @@ class Planner:
     def plan(
         self, *, capacity_bytes: int, nvme_bytes: int | None, bandwidths: Bandwidths, device_bytes: int | None = None
     ) -> BlockPlan:
-        """Place the model as ``offload_context`` would. ``device_bytes``: its device budget; None: enough.
+        """Place the model as ``offload_context`` would.
+
+        Args:
+            capacity_bytes: the host budget without the part of activations.
+            device_bytes: the device budget; None: enough.
 
         Raises:
-            PlacementError: it does not fit; the message carries the table.
+            PlacementError: it does not fit; the message carries the table. It names memory for blocks, which
+                :meth:`budget_of` makes a budget.
         """
         exchange = None if self._link is None else self._link.exchange
         device_bytes = self._any_device_bytes if device_bytes is None else device_bytes
         capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        room = Room(capacity_bytes, nvme_bytes, bandwidths, device_bytes, exchange, self._no_guesses)
+        ring_bytes = self._ring_bytes(capacity_bytes)
+        left_bytes = max(capacity_bytes - ring_bytes, 0)
+        room = Room(left_bytes, nvme_bytes, bandwidths, device_bytes, exchange, self._no_guesses)
         choice = choose(self._cutter, self._config, room)
-        plan = _block_plan(choice, choice.device_bytes(device_bytes))
+        plan = _block_plan(choice, choice.device_bytes(device_bytes), ring_bytes)
         if self._link is None:
             return plan
         steps = self._config.gradient_accumulation_steps
         share = rank_share(choice, self._link, room.capacity_bytes, plan.device_bytes, steps)
         return replace(plan, rank=share, registered_bytes=self._registered_bytes(room.capacity_bytes))
+
+    def _ring_bytes(self, capacity_bytes: int) -> int:
+        slot_bytes, slots = ring_of(capacity_bytes) if self._has_ring else (0, 0)
+        return slot_bytes * slots
+
+    def budget_of(self, capacity_bytes: int) -> tuple[int, str]:
+        """The host budget that leaves so much for blocks, and what else it is for."""
+        return in_ring(capacity_bytes, "the device") if self._has_ring else (capacity_bytes, "")
 
     def _registered_bytes(self, capacity_bytes: int) -> int:
         """What one of several ranks has of the parameters while the model is built: its part of each, and the last ones
@@ -134,8 +155,13 @@ class Planner:
         """
 
         def attempt(capacity_bytes: int) -> BlockPlan:
-            return self.plan(capacity_bytes=capacity_bytes, nvme_bytes=nvme_bytes, bandwidths=bandwidths)
+            budget_bytes, _ = self.budget_of(capacity_bytes)
+            return self.plan(capacity_bytes=budget_bytes, nvme_bytes=nvme_bytes, bandwidths=bandwidths)
 
+        capacity_bytes = self._smallest_for_blocks(attempt, nvme_bytes)
+        return self.budget_of(capacity_bytes)[0]
+
+    def _smallest_for_blocks(self, attempt: Callable[[int], BlockPlan], nvme_bytes: int | None) -> int:
         least_bytes = self._surely_needed()
         try:
             attempt(least_bytes)
@@ -184,7 +210,7 @@ def _fits(attempt: Callable[[int], object], capacity_bytes: int) -> bool:
     return True
 
 
-def _block_plan(choice: ChosenCut, device_bytes: int) -> BlockPlan:
+def _block_plan(choice: ChosenCut, device_bytes: int, ring_bytes: int) -> BlockPlan:
     drafts = choice.cut.division.drafts
     handles = [handle for draft in drafts for handle in draft.handles]
     return BlockPlan(
@@ -197,4 +223,5 @@ def _block_plan(choice: ChosenCut, device_bytes: int) -> BlockPlan:
         num_parameters=sum(handle.numel for handle in handles),
         trained_by_unit={draft.index: len(draft.trained) for draft in drafts},
         device_bytes=device_bytes,
+        ring_bytes=ring_bytes,
     )

@@ -112,10 +112,15 @@ class MachineSpec:
         """What ``offload_context`` takes of a device at most, in one rank. ``said``: ``device_budget``, a device's.
 
         Raises:
-            ConfigError: it is more than the device has.
+            ConfigError: it is more than the device has, or nothing.
         """
         if not self.has_device:
             return 0
+        if said is not None and said < self.ranks_per_device:
+            raise ConfigError(
+                f"a device budget of {said} bytes, but a call needs its weights on the device: raise it, or leave it "
+                "out for half of the device's memory"
+            )
         if said is not None and said > self.device_memory_bytes:
             has = format_bytes(self.device_memory_bytes)
             raise ConfigError(f"a device budget of {format_bytes(said)}, but a device has {has}; lower it")

@@ -34,7 +34,7 @@ vocabularies of 4,096 and 16,384, and 2 and 4 micro-batches; two runs of one pro
 STAYING = Leaving()
 LEFT = "activations that left"
 WHOLE_COPIES, ON_THEIR_WAY = "whole copies", "gradients on their way"
-"""Rows of several ranks."""
+"""Rows of several ranks; gradients of one rank are on their way from a device."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ def estimate_memory(
         slots = share.slots_bytes if has_device else 0
         note = "to the ranks that own them"
         rows.append(MemoryRow(ON_THEIR_WAY, pinned=slots, pageable=share.way_bytes - slots, note=note))
+    elif blocks.ring_bytes:
+        rows.append(MemoryRow(ON_THEIR_WAY, pinned=blocks.ring_bytes, note="from the device"))
     total_bytes = sum(block.nbytes for block in placement.blocks)
     arena_bytes = min(placement.capacity_bytes, total_bytes)
     dynamic = arena_bytes - placement.resident_bytes
@@ -145,8 +147,8 @@ def estimate_memory(
             note = f"in one piece: weights{state if blocks.rank is None else ', whole'}"
             rows.append(MemoryRow("units on the device", device=taken, note=note))
     rows.append(MemoryRow("process", pageable=process_bytes, note="Python, torch and other libraries"))
-    arena = placement.capacity_bytes if blocks.rank is None else blocks.rank.arena_bytes
-    built = min(arena, _built_bytes(blocks))
+    arena = placement.capacity_bytes + blocks.ring_bytes if blocks.rank is None else blocks.rank.arena_bytes
+    built = min(arena, _built_bytes(blocks) + blocks.ring_bytes)
     return MemoryEstimate(tuple(rows), process_bytes + built + blocks.largest_bytes)
 
 

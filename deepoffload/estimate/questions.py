@@ -23,6 +23,7 @@ from deepoffload.estimate.recording import DryRun
 from deepoffload.estimate.runs import RunsByOrder, shared_gradient_bytes, together_in
 from deepoffload.estimate.step_time import OpTimes, StepEstimate, estimate_usual_step
 from deepoffload.estimate.subject import Batch, Subject, from_shape
+from deepoffload.runtime.refusals import of_host
 from deepoffload.schedule.cost_model import AccumulationOrder, Bandwidths
 
 HEADS_OF = 128
@@ -144,7 +145,8 @@ def estimate(
     try:
         blocks = planner.plan(capacity_bytes=capacity, nvme_bytes=nvme, bandwidths=bandwidths, device_bytes=device)
     except PlacementError as error:
-        problem = str(error)
+        ranks = machine.ranks_per_node, machine.ranks_per_device
+        problem = str(of_host(error, *ranks, capacity, planner.budget_of))
         device_enough = error.enough_bytes if isinstance(error, DevicePlacementError) else None
     # The units of a run in a budget without end serve as well where there is no plan: its activations are the same.
     known = blocks or planner.plan(capacity_bytes=UNBOUNDED_BYTES, nvme_bytes=None, bandwidths=bandwidths)

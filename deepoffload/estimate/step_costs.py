@@ -8,7 +8,6 @@ from dataclasses import replace
 from deepoffload.estimate.blocks import BlockPlan
 from deepoffload.estimate.machine import MachineSpec
 from deepoffload.estimate.recording import DryRun, Op
-from deepoffload.optim.device_landing import ring_of
 from deepoffload.schedule.accumulation_order import SWITCH_S
 from deepoffload.schedule.clock import TimedUse
 from deepoffload.schedule.cost_model import UPDATE_BYTES_PER_BYTE, BlockKind, Workload, update_seconds
@@ -60,20 +59,20 @@ class StepCosts:
         self._trained = blocks.trained_by_unit
         self._pieces_in_one = pieces_in_one
         self._rank = blocks.rank
+        self._ring_bytes = blocks.ring_bytes
         self._staying = blocks.placement.resident
         weights_bytes = blocks.kind_bytes(BlockKind.WEIGHT, frozenset(self._content))
         self._weights_stay = machine.has_device and weights_bytes <= DEVICE_SHARE * machine.device_memory_bytes
         self._keeps_elsewhere = machine.has_device and self._rank is None
 
-    def device(self, host_budget_bytes: int) -> TimedDevice | None:
+    def device(self) -> TimedDevice | None:
         """The machine's device, or this rank's share of it; None where the program computes itself."""
         if not self._machine.has_device:
             return None
         bus, rank = self._machine.bus_bytes_per_s, self._rank
         if rank is not None:
             return TimedDevice(bus, rank.slots_bytes, arriving_bytes=rank.copies_bytes, program_lands=True)
-        slot_bytes, slots = ring_of(host_budget_bytes)
-        return TimedDevice(bus, slot_bytes * slots)
+        return TimedDevice(bus, self._ring_bytes)
 
     def timed(self, uses: Iterable[StepUse]) -> list[TimedUse]:
         """With a device whose memory holds all weights, they come to it in the step's first use of them, since its

@@ -109,7 +109,7 @@ def estimate_step(
             events_per_plan=EVENTS_PER_PLAN,
             busy_transfers=BUSY_TRANSFERS,
             copies=None if blocks.rank is None else blocks.rank.copies(units, machine.round_overhead_s),
-            device=costs.device(placement.capacity_bytes),
+            device=costs.device(),
         )
 
     discards = seen_until_zero_grad(units, workload)

@@ -4,7 +4,7 @@ says them, also where what was planned for is less: the share of one rank, witho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -109,34 +109,12 @@ class Refusals:
         """The same error. Where it names memory for blocks or NVMe of one rank, it names budgets of the host that give
         each rank so much. Where it is one layer of ``roots`` that takes most of that memory, it says how to split it.
         """
-        if isinstance(error, DevicePlacementError):
-            return self._for_device(error)
-        text, enough, enough_nvme = str(error), error.enough_bytes, error.enough_nvme_bytes
-        if enough is not None:
-            said, newline, table = text.partition("\n")
+        if not isinstance(error, DevicePlacementError) and error.enough_bytes is not None:
+            said, newline, table = str(error).partition("\n")
             how = _how_to_split(roots, self._capacity_bytes)
-            text = f"{said.rstrip('.')}{how}{newline}{table}" if how else text
-        if self._host_ranks > 1:
-            whole = human_bytes(self._capacity_bytes * self._host_ranks)
-            each = f"that each of the {self._host_ranks} ranks of a host has of its {whole}"
-            text = text.replace(ONE_RANK_HAS, each)
-        share = f" ({{}} for each of the {self._host_ranks} ranks of a host)" if self._host_ranks > 1 else ""
-        if enough is not None:
-            each_bytes, why = self._of_blocks(enough)
-            text = _renamed(text, enough, each_bytes * self._host_ranks, share.format(each_bytes) + why)
-            enough = each_bytes * self._host_ranks
-        if enough_nvme is not None:
-            text = _renamed(text, enough_nvme, enough_nvme * self._host_ranks, share.format(enough_nvme))
-            enough_nvme *= self._host_ranks
-        return PlacementError(text, enough, enough_nvme_bytes=enough_nvme)
-
-    def _for_device(self, error: DevicePlacementError) -> DevicePlacementError:
-        """The same of one rank's part of a device's budget."""
-        each_bytes, ranks = error.enough_bytes, self._device_ranks
-        if each_bytes is None or ranks == 1:
-            return error
-        share = f" ({each_bytes} for each of the {ranks} ranks that compute there)"
-        return DevicePlacementError(_renamed(str(error), each_bytes, each_bytes * ranks, share), each_bytes * ranks)
+            text = f"{said.rstrip('.')}{how}{newline}{table}" if how else str(error)
+            error = PlacementError(text, error.enough_bytes, enough_nvme_bytes=error.enough_nvme_bytes)
+        return of_host(error, self._host_ranks, self._device_ranks, self._capacity_bytes, self._of_blocks)
 
     def _of_blocks(self, capacity_bytes: int) -> tuple[int, str]:
         """The budget of one rank that leaves so much for blocks, and what else it is for."""
@@ -144,8 +122,48 @@ class Refusals:
         if memory.on_host or self._pager.link is not None:  # with several ranks the plan counts all that is in memory
             whole_bytes = budget_of(capacity_bytes)
             return whole_bytes, ", in which activations have theirs" if whole_bytes > capacity_bytes else ""
-        named = f", in which gradients on their way from {memory.device} have theirs"
-        return budget_of(with_ring(capacity_bytes)), named
+        whole_bytes, named = in_ring(capacity_bytes, str(memory.device))
+        return budget_of(whole_bytes), named
+
+
+def in_ring(capacity_bytes: int, device: str) -> tuple[int, str]:
+    """Memory that leaves so much for blocks next to gradients from a device, and what else it is for."""
+    return with_ring(capacity_bytes), f", in which gradients on their way from {device} have theirs"
+
+
+def of_host(
+    error: PlacementError,
+    host_ranks: int,
+    device_ranks: int,
+    capacity_bytes: int,
+    of_blocks: Callable[[int], tuple[int, str]],
+) -> PlacementError:
+    """The same error. Where it names memory or NVMe of one rank, it names budgets of the host that give each rank so
+    much; where it names a part of a device's budget, that one's.
+
+    Args:
+        host_ranks, device_ranks: that share a host, and a device.
+        capacity_bytes: of memory for blocks, what each rank has.
+        of_blocks: from such memory to the budget of one rank that leaves it, and what else that is for.
+    """
+    text, enough, enough_nvme = str(error), error.enough_bytes, error.enough_nvme_bytes
+    if isinstance(error, DevicePlacementError):
+        if enough is None or device_ranks == 1:
+            return error
+        share = f" ({enough} for each of the {device_ranks} ranks that compute there)"
+        return DevicePlacementError(_renamed(text, enough, enough * device_ranks, share), enough * device_ranks)
+    if host_ranks > 1:
+        whole = human_bytes(capacity_bytes * host_ranks)
+        text = text.replace(ONE_RANK_HAS, f"that each of the {host_ranks} ranks of a host has of its {whole}")
+    share = f" ({{}} for each of the {host_ranks} ranks of a host)" if host_ranks > 1 else ""
+    if enough is not None:
+        each_bytes, why = of_blocks(enough)
+        text = _renamed(text, enough, each_bytes * host_ranks, share.format(each_bytes) + why)
+        enough = each_bytes * host_ranks
+    if enough_nvme is not None:
+        text = _renamed(text, enough_nvme, enough_nvme * host_ranks, share.format(enough_nvme))
+        enough_nvme *= host_ranks
+    return PlacementError(text, enough, enough_nvme_bytes=enough_nvme)
 
 
 def _how_to_split(roots: Sequence[nn.Module], capacity_bytes: int) -> str:

@@ -186,7 +186,7 @@ def place_columns(
 
 
 def _memory_message(placement: Placement, total_bytes: int, least_bytes: int, has_nvme: bool) -> str:
-    remedy = "Raise host_budget (on a CPU device it is one pool with device_budget)"
+    remedy = "Raise host_budget"
     capacity = f"{human_bytes(placement.capacity_bytes)} ({placement.capacity_bytes} bytes)"
     if not has_nvme:
         what = "Weights, gradients and optimizer state are"

@@ -234,7 +234,7 @@ def test_beside_a_device_the_host_updates_in_backward_what_it_has_time_for():
 
     deferred, speculative = seconds(StepOverlap.DEFERRED), seconds(StepOverlap.SPECULATIVE)
     assert deferred == pytest.approx(0.46, abs=0.01) and 0.31 < speculative <= 0.34
-    assert seconds(StepOverlap.SPECULATIVE, int(16.5 * 2**30)) == pytest.approx(deferred)
+    assert seconds(StepOverlap.SPECULATIVE, 17 << 30) == pytest.approx(deferred)
 
 
 def test_a_device_takes_the_activations():
@@ -242,7 +242,8 @@ def test_a_device_takes_the_activations():
     one = MachineSpec(host_memory_bytes=1 << 40, device_memory_bytes=32 << 30)
     subject = from_counts(20_000_000, 4, 256, Batch(1, 64), vocabulary=1000)
     alone = estimate(subject, one, config).memory
-    assert alone is not None and alone.pinned_bytes == pytest.approx(20e6 * 14, rel=0.01)
+    ring = 512 << 20  # for gradients on their way
+    assert alone is not None and alone.pinned_bytes == pytest.approx(20e6 * 14 + ring, rel=0.01)
     together = replace(config, gradient_accumulation_steps=4, accumulation_order=AccumulationOrder.VERTICAL)
     kept, again = (
         estimate(subject, one, replace(together, activations=mode))

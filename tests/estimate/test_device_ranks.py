@@ -54,6 +54,17 @@ def test_ranks_on_devices_are_asked_about(tmp_path, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     least = re.match(r"Give it a device_budget of at least ([\d.]+ \w+), on a device that has as much", last)
     assert least is not None and main([*text, "--ranks", "2", "--device-budget", least[1]]) == 0
+    capsys.readouterr()
+    for ranks in (1, 2):  # the error is the engine's: of the host's budget, and not of a CPU's
+        less = ["--host-budget", "1MiB", "--ranks", str(ranks)]
+        assert main([*SMALL, "--machine", str(file), *less, "--json"]) == 1
+        refused = json.loads(capsys.readouterr().out)
+        names = re.search(r"[Rr]aise host_budget to at least (\d+) bytes", refused["problem"])
+        assert "CPU" not in refused["problem"] and names is not None
+        assert int(names[1]) == ranks * refused["smallest_budget_bytes"]
+        enough = ["--host-budget", names[1], "--ranks", str(ranks)]
+        assert main([*SMALL, "--machine", str(file), *enough]) == 0
+        capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,7 @@ def test_ranks_on_devices_are_asked_about(tmp_path, capsys):
         ({**DEVICES, "devices_per_node": 2, "ranks_per_device": 2}, ["--ranks", "6"], "6 on a node"),
         ({**DEVICES, "nodes": 2, "devices_per_node": 2}, ["--ranks", "3"], "2 nodes, which get equal numbers"),
         (DEVICES, ["--device-budget", "9GiB"], "but a device has 8.00 GiB"),
+        ({**DEVICES, "devices_per_node": 2}, ["--ranks", "2", "--device-budget", "0"], "a device budget of 0 bytes"),
         ({}, ["--device-budget", "1GiB"], "has no device"),
         ({**DEVICES, "devices_per_node": 2, "process_bytes": "1GiB"}, [], "do not fit in a host's memory"),
     ],

@@ -64,7 +64,7 @@ def _place(
 
 
 def _memory_message(placement: Placement, least_bytes: int, has_nvme: bool) -> str:
-    remedy = "Raise host_budget (on a CPU device it is one pool with device_budget)"
+    remedy = "Raise host_budget"
     capacity = f"{human_bytes(placement.capacity_bytes)} ({placement.capacity_bytes} bytes)"
     if not has_nvme:
         total_bytes = sum(block.nbytes for block in placement.blocks)
