@@ -403,9 +403,8 @@ class Pager:
         tiers = self.tiers
         if self.evict_always:
             self.memory.evict_all(in_use)
-            for block in list(tiers.blocks()):
-                if block.id not in in_use:
-                    tiers.evict(block)
+            for block in [one for one in tiers.blocks() if one.offset is not None and one.id not in in_use]:
+                tiers.evict(block)
             return
         if not self.prefetch or (self.memory.all_stay() and not tiers.transfers.in_flight()):
             if self.link is not None:
