@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepoffload.errors import ConfigError, RankError, UnsupportedError, UsageError
+from deepoffload.errors import ConfigError, DeepOffloadError, RankError, UnsupportedError, UsageError
 from deepoffload.ranks.collectives import first_line
 from deepoffload.ranks.elsewhere import ANSWERS_WITHIN_S, WaitsAcrossModels
 from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.links import own_client
+from deepoffload.ranks.openings import Openings
 from deepoffload.ranks.places import Launch, RankMap, read_launch, tell_hosts_apart, this_place
 
 DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -56,6 +57,7 @@ class RankGroup:
         self._members = sorted(dist.get_process_group_ranks(parent))
         self._private: list[dist.ProcessGroup] = []
         self._device_backend = _backends(parent).get(device.type, "gloo")
+        _openings().come(self._members, timeout_s)
         self._control = self.new_private_group("control")
         rank = dist.get_rank(self._control)
         self.ranks = RankMap(rank, tuple(range(len(self._members))))
@@ -142,6 +144,12 @@ class RankGroup:
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
+def _openings() -> Openings:
+    """Of all models of the program."""
+    world: Any = dist.group.WORLD
+    return Openings(dist.PrefixStore("deepoffload openings", world.get_group_store()), dist.get_rank())
+
+
 def default_world_size() -> int | None:
     """How many ranks the program's default group has; None when there is no such group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
@@ -189,6 +197,54 @@ def open_group(
     if computes_on is None or computes_on.type == device.type:
         _check_backend(found, device)
     return RankGroup(found, device, launch, timeout_s)
+
+
+def tell_failure(
+    error: tuple[str, str, str],
+    computes_on: torch.device,
+    choice: tuple[Any, Any],
+    *,
+    is_known: bool,
+    limit_s: float,
+    heard_within_s: float,
+) -> DeepOffloadError | None:
+    """Tell those that open a group with this rank that it does not, and why. Starts the default group as
+    :func:`open_group` does.
+
+    Args:
+        error: its class, at what, and its text.
+        choice: group and mesh that the program has given.
+        is_known: they say who trains with this rank; else that is what is wrong.
+        limit_s: of starting the default group.
+        heard_within_s: how long the others may take to hear it.
+
+    Returns:
+        What all of them raise; None where there is nobody, or all have failed alike.
+
+    Raises:
+        DeepOffloadError: others are not reached.
+    """
+    launch = read_launch(os.environ)
+    found = _find_group(launch, *(choice if is_known else (None, None)))
+    if found is None and launch is not None:
+        _start_default_group(computes_on, launch, limit_s)
+        found = dist.group.WORLD
+    if found is None or dist.get_world_size(found) == 1:
+        return None
+    members = sorted(dist.get_process_group_ranks(found))
+    if is_known:
+        return _openings().fail(error, members, members, heard_within_s)
+    return _openings().fail(error, None, _named_by(*choice) or members, heard_within_s)
+
+
+def _named_by(group: Any, mesh: Any) -> list[int]:
+    """The ranks that a wrong choice names; none where this rank is not one of them."""
+    found: list[int] = []
+    if isinstance(mesh, dist.DeviceMesh):
+        found = mesh.mesh.flatten().tolist()
+    elif isinstance(group, dist.ProcessGroup):
+        found = dist.get_process_group_ranks(group)
+    return found if dist.get_rank() in found else []
 
 
 def world_size_of(group: dist.ProcessGroup | None = None, mesh: Any = None) -> int:

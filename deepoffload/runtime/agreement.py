@@ -98,12 +98,16 @@ class Agreement:
         """Let the others raise what this rank has failed with. They hear it at the next thing that they ask."""
         if self.group is None or self._failure is not None:
             return
-        text = f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
         try:
-            self._gather(_Said(error=(type(error).__name__, what, text)), what)
+            self._gather(_Said(error=(type(error).__name__, what, text_of(error))), what)
         except RankError:
             pass  # they are gone; what is raised here says what has happened first
         self._failure = error
+
+
+def text_of(error: Exception) -> str:
+    """What other ranks are told of it."""
+    return f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
 
 
 def first_difference(everybody: list[list[tuple[str, str]]]) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from deepoffload.config import Config
-from deepoffload.errors import ConfigError, DeepOffloadError
-from deepoffload.ranks.group import RankGroup, default_group, default_world_size, open_group, world_size_of
-from deepoffload.runtime.agreement import Agreement
+from deepoffload.errors import ConfigError, DeepOffloadError, UsageError
+from deepoffload.ranks.group import RankGroup, default_world_size, open_group, tell_failure, world_size_of
+from deepoffload.runtime.agreement import text_of
 from deepoffload.runtime.announce import announce
 from deepoffload.runtime.device import CPU, device_of
 
@@ -22,7 +22,9 @@ log = logging.getLogger("deepoffload")
 LOCAL = "local"
 
 TELL_S = 30.0
-"""How long a rank that fails before it meets the others waits for them, to tell them."""
+"""How long a rank that fails before there is a default group waits for the others, to start it and to tell them."""
+HEARD_WITHIN_S = 5.0
+"""How long they may take to hear it. Who comes later hears it, too, but this rank does not wait for that."""
 
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
@@ -45,8 +47,8 @@ class RankChoice:
         world_size: how many ranks they are.
 
     Raises:
-        ConfigError: they contradict each other, or the environment. The other ranks are told.
-        UsageError: this rank is not in the group or mesh. Those that are need not hear of it.
+        ConfigError: they contradict each other, or the environment.
+        UsageError: this rank is not in the group or mesh. Those that wait for it are told, as with all that fails here.
     """
 
     def __init__(
@@ -61,24 +63,24 @@ class RankChoice:
         self._group, self._mesh = group, mesh
         self._values_of_rank_0 = values_of_rank_0
         self.settings: dict[str, Any] = {} if ranks is None or self._is_local else {"ranks": ranks}
+        self._is_known = True
         try:
             _check_words(group, mesh, ranks)
             self.world_size = 1 if self._is_local else world_size_of(group, mesh)
-        except ConfigError:
-            self._take_who_can_hear()
+        except (ConfigError, UsageError):
+            self.world_size = self._who_can_hear()
             with self.telling("reading group=, mesh= and ranks="):
                 raise
 
-    def _take_who_can_hear(self) -> None:
-        """Whom this rank tells: those that it names, where that names any, else those of the default group."""
-        try:
-            self.world_size = world_size_of(self._group, self._mesh)
-        except DeepOffloadError:
-            self._group, self._mesh = default_group(), None
-            try:
-                self.world_size = world_size_of(self._group)
-            except DeepOffloadError:
-                self.world_size = 1  # the environment does not say where others are
+    def _who_can_hear(self) -> int:
+        """How many ranks those are that this one tells of its failure, this one among them."""
+        if self._group is not None or self._mesh is not None:
+            with suppress(DeepOffloadError):
+                return world_size_of(self._group, self._mesh)
+        self._is_known = False
+        with suppress(DeepOffloadError):
+            return world_size_of()
+        return 1  # the environment does not say where others are
 
     @property
     def is_said(self) -> bool:
@@ -110,21 +112,28 @@ class RankChoice:
         try:
             yield
         except Exception as error:
-            if self.world_size > 1:
-                log.error("%s failed, which the other ranks are told (within %g s): %s", what, TELL_S, error)
-                self._tell(error, what)
-            raise
+            told = self._tell(error, what) if self.world_size > 1 else None
+            if told is None or type(told) is not type(error):
+                raise
+            told.__dict__.update(error.__dict__)
+            raise told from error
 
-    def _tell(self, error: Exception, what: str) -> None:
-        # Where the ranks compute may not be known yet. A group that knows no CPU, as NCCL's, will do.
+    def _tell(self, error: Exception, what: str) -> DeepOffloadError | None:
+        """Returns what the others raise; None where all have failed alike, or nobody hears it."""
+        log.error("%s failed, which the other ranks are told (within %g s): %s", what, HEARD_WITHIN_S, error)
+        said = type(error).__name__, what, text_of(error)
+        # Where the ranks compute may not be known yet.
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        try:
-            group = open_group(CPU, accelerator, group=self._group, mesh=self._mesh, timeout_s=TELL_S)
-        except DeepOffloadError:
-            return  # they do not come; what is raised here says what has happened first
-        Agreement(group).tell(error, what)
-        if group is not None:
-            group.close()
+        with suppress(DeepOffloadError):  # they do not come; what is raised here says what has happened first
+            return tell_failure(
+                said,
+                accelerator or CPU,
+                (self._group, self._mesh),
+                is_known=self._is_known,
+                limit_s=TELL_S,
+                heard_within_s=HEARD_WITHIN_S,
+            )
+        return None
 
 
 def _check_words(group: Any, mesh: Any, ranks: str | Mapping[str, Any] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from deepoffload.config import parse_config
 from deepoffload.errors import DeepOffloadError, RankError
 from deepoffload.ranks.exchange import Exchange
 from deepoffload.ranks.group import RankGroup, open_group
 from deepoffload.ranks.transport import open_exchange
+from deepoffload.runtime.ranks import RankChoice
 from tests.support.rank_processes import LONG_S
 
 CPU = torch.device("cpu")
@@ -81,9 +84,21 @@ def be_on_two_hosts() -> tuple[tuple[int, ...], int, tuple[int, ...], str]:
     return group.ranks.hosts, group.ranks.local_rank, group.ranks.host_ranks, exchange.transport
 
 
-def share_the_program_in_two() -> tuple[list[int], list[int], str, str]:
-    """Four ranks: a group of every second one, and the rows of a mesh, twice; then a group and meshes that do not
-    fit."""
+def choice_of(**given: Any) -> str:
+    """What a program raises that gives this, and opens what it says."""
+    try:
+        group = RankChoice(**given).open(parse_config({}, host_budget="1MiB", ranks={"timeout_s": LONG_S}))
+    except DeepOffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    assert group is not None
+    group.close()
+    return "nothing"
+
+
+def share_the_program_in_two() -> tuple[list[int], list[int], str, str, list[str], float]:
+    """Four ranks: a group of every second one, and the rows of a mesh, twice; a group and meshes that do not fit. Then
+    rank 1 gives something else than rank 3, with which it trains: a mesh of two dimensions, a group without it, and
+    what is right. Last how long that has taken."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -94,7 +109,11 @@ def share_the_program_in_two() -> tuple[list[int], list[int], str, str]:
     once.new_private_group("more")
     once.close()
     by_mesh = members(open_group(CPU, mesh=mesh["data"], timeout_s=LONG_S), "group")
-    return by_group, by_mesh, error_of(group=pairs[1 - rank % 2]), error_of(mesh=mesh)
+    not_a_member, two_dimensions = error_of(group=pairs[1 - rank % 2]), error_of(mesh=mesh)
+    begun, own = time.monotonic(), pairs[rank % 2]
+    others: list[dict[str, Any]] = [{"mesh": mesh}, {"group": pairs[0]}, {"group": own}]
+    told = [choice_of(**(other if rank == 1 else {"group": own})) for other in others]
+    return by_group, by_mesh, not_a_member, two_dimensions, told, time.monotonic() - begun
 
 
 def give_both() -> str:

@@ -37,13 +37,19 @@ def test_hosts_are_told_apart():
 
 
 def test_a_part_of_the_ranks_trains_a_model_of_its_own():
-    for rank, said in enumerate(values_of(grouping.share_the_program_in_two, 4)):
-        by_group, by_mesh, not_a_member, two_dimensions = said
+    values = values_of(grouping.share_the_program_in_two, 4)
+    for rank, said in enumerate(values):
+        by_group, by_mesh, not_a_member, two_dimensions, told, seconds = said
         assert by_group == [rank % 2, rank % 2 + 2]
         assert by_mesh == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert not_a_member.startswith(f"UsageError: rank {rank} is not in the group that was given")
         assert two_dimensions.startswith("ConfigError: mesh= has 2 dimensions ('stage', 'data')")
         assert "mesh['stage']" in two_dimensions
+        start = "rank 1 has failed at reading group=, mesh= and ranks=: "
+        wrong = [f"ConfigError: {start}mesh= has 2 dim", f"UsageError: {start}rank 1 is not in the group that was"]
+        expected = [*wrong, "nothing"] if rank % 2 else ["nothing"] * 3
+        assert all(text.startswith(one) for text, one in zip(told, expected, strict=True)), told
+        assert told == values[rank % 2][4] and seconds < SOON_S
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_what_differs_is_named_as_it_is_written(tmp_path: Path) -> None:
         (start + "nvme_path is set on rank 0 and not set on rank 1",) * 2,
         (start + "zero_optimization.stage is not set on rank 0 and 2 on rank 1",) * 2,
         (start + "checkpoint.load_universal is false on rank 0 and true on rank 1",) * 2,
-        (failed + "reading the configuration: host_budget = 'much'", "ConfigError: host_budget = 'much'"),
-        (failed + "initialize(): optimizer.params.lr = -1.0", "ConfigError: optimizer.params.lr = -1.0"),
+        (failed + "reading the configuration: host_budget = 'much'",) * 2,
+        (failed + "initialize(): optimizer.params.lr = -1.0",) * 2,
     ]
     for (text, other), starts in zip(zip(first, second, strict=True), expected, strict=True):
         assert text.startswith(starts[0]) and other.startswith(starts[1]), (text, other)
