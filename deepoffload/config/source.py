@@ -95,6 +95,8 @@ def _decoded(text: str) -> str | None:
 
 
 def _read_text(text: str, path: str) -> dict[str, Any]:
+    if not text.strip():
+        raise ConfigError(f"configuration {path} is empty. Write the keys into it, or {{}} where it needs none")
     try:
         value = _value_of(text)
     except json.JSONDecodeError as error:

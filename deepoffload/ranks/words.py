@@ -15,6 +15,7 @@ _AT = {
     WantKind.WAIT: "waiting for gradients of other ranks",
     WantKind.PASS: "at the end of a backward without",
     WantKind.CLOSING: "at its end",
+    WantKind.AWAY: "waiting in a call that all ranks make, such as a save",
     WantKind.ELSEWHERE: IN_ANOTHER_MODEL,
 }
 _AT_END_OF = {EndOf.PROGRAM: "at the end of its program", EndOf.MODEL: "at the end of its model"}

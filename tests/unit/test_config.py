@@ -456,7 +456,7 @@ def test_file_as_text_and_as_path(tmp_path):
             '{\n  "prefetch": true,\n  3}',
             "line 3, column 3: not valid JSON",
         ),  # Python 3.13 has another place for a comma
-        ("", "line 1, column 1: not valid JSON"),
+        (" \n", "is empty. Write the keys into it, or {} where it needs none"),
         ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', 'the key "queue_depth" stands twice in one object'),
         ("[1, 2]", "expected an object {...}, not list"),
         ('{"gradient_clipping": NaN}', "not valid JSON: NaN is not a number in JSON"),
