@@ -131,8 +131,8 @@ class _Release:
         """Nothing arrives here."""
 
 
-Reducer = Callable[[int, tuple[int, ...], bool], "PayloadFlight | None"]
-"""Starts the reduction of a unit (its index) to which these ranks contribute; True: others may do so later."""
+Reducer = Callable[[int, Payload], "PayloadFlight | None"]
+"""Starts the reduction of a unit (its index)."""
 
 
 class RankLink:
@@ -193,6 +193,7 @@ class RankLink:
             let_go=lock.let_go,
             timeline=timeline,
             elsewhere=group.elsewhere(),
+            ready_at_launch=exchange.ready_at_launch,
         )
         answers_within_s = min(ANSWERS_WITHIN_S, timeout_s)
         store = LimitedStore(own_client(group.store("notices")), answers_within_s)
@@ -222,7 +223,7 @@ class RankLink:
         if payload.kind is WantKind.REDUCE:
             if self.on_reduce is None:
                 raise RuntimeError(f"nothing reduces {self._name_of(payload.unit)} here")
-            return self.on_reduce(payload.unit // 2, payload.ranks, payload.is_partial)
+            return self.on_reduce(payload.unit // 2, payload)
         if payload.unit >= FIRST_STATE_NUMBER and self.state is not None:
             return self.state.serve(payload.unit, payload.ranks)
         known = self._shown.get(payload.unit)
@@ -294,19 +295,18 @@ class RankLink:
         """Say that this rank has its part of a unit's gradients. Launches nothing."""
         self.rounds.queue(Want(WantKind.REDUCE, gradients_number(unit_index)))
 
-    def post_pass(self, unit_index: int) -> None:
-        """Say that this rank has no part in the next reduction of a unit's gradients. Launches nothing."""
-        self.rounds.queue(Want(WantKind.PASS, gradients_number(unit_index)))
+    def end_backward(self) -> None:
+        """Say, with what is said next, that this rank has announced all its parts in this backward."""
+        self.rounds.end_backward()
 
-    def wait_reduced(
-        self, unit_index: int, limit_s: float = math.inf, reason: WaitFor = WaitFor.ALL_PARTS
-    ) -> bool:
-        """Return when all has been launched for which this rank has announced a part of a unit, or that it has none, or
-        when about ``limit_s`` are over. Serves other ranks meanwhile. Returns whether it has been launched."""
-        number = gradients_number(unit_index)
-        if not self.rounds.wait_launched(Want(WantKind.PASS, number), limit_s, reason):
-            return False
-        return self.rounds.wait_launched(Want(WantKind.REDUCE, number), limit_s, reason)
+    def wait_reduced(self, unit_index: int, reason: WaitFor, limit_s: float = math.inf) -> bool:
+        """Return when parts of a unit's gradients have been launched, for this ``reason``, or when about ``limit_s``
+        are over. Serves other ranks meanwhile. Returns whether they have been launched."""
+        return self.rounds.wait_reduced(gradients_number(unit_index), reason, limit_s)
+
+    def awaits_parts(self, unit_index: int, *, ended: bool = True) -> bool:
+        """Whether parts of a unit's gradients are still to be launched."""
+        return self.rounds.awaits_parts(gradients_number(unit_index), ended=ended)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

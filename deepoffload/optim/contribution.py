@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from deepoffload.copies.rank_link import gradients_number
 from deepoffload.memory.block import Block
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
+from deepoffload.ranks.rounds import Want, WantKind
 
 
 @dataclass(eq=False)
@@ -51,8 +53,8 @@ class ContributionPlan:
         expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
         open: what is being filled.
         posted: what has been announced and not been launched, in order.
-        passes: about so often this rank has said that it has no part in a reduction that may not have been launched.
-        used: this backward has made a gradient.
+        was_cut: in this step, a rank had several parts in one backward. spans: in a step before: gradients of other
+            units come in between.
     """
 
     index: int
@@ -64,8 +66,13 @@ class ContributionPlan:
     came: set[int] = field(default_factory=set)
     open: Contribution | None = None
     posted: deque[Contribution] = field(default_factory=deque)
-    passes: int = 0
-    used: bool = False
+    was_cut: bool = False
+    spans: bool = False
+
+    @property
+    def want(self) -> Want:
+        """What this rank waits for where it waits for a reduction of the unit."""
+        return Want(WantKind.REDUCE, gradients_number(self.index))
 
 
 class Reducing:

@@ -154,6 +154,18 @@ class ContributionSlots:
         self.free.append(offset)
         return block
 
+    def move_in(self, block: Block, offset: int, layout: ContributionLayout) -> None:
+        """The contribution in a block goes back into a slot, and the block goes.
+
+        Raises:
+            BudgetError: the host budget has no room for it while it is copied.
+        """
+        tiers = self._tiers
+        tiers.acquire(block)
+        cpu_adam.copy(tiers.arena.address + offset, tiers.address(block), layout.nbytes, num_threads())
+        tiers.release(block)
+        tiers.remove(block)
+
     def bring_back(self, block: Block, layout: ContributionLayout) -> Tensor:
         """Such a contribution as transports see it. It stays where it is until :meth:`drop`."""
         self._tiers.acquire(block)

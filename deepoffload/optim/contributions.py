@@ -7,34 +7,38 @@ by :class:`~deepoffload.optim.rank_gradients.RankGradients`, in the order in whi
 `[Note: which gradients are expected]` Autograd does not say which gradients will come. In the first step all of a unit
 are expected, later those that came in the step before. If one stays away its unit is announced at the end of backward,
 or when somebody looks at the gradient. One that comes after its unit has been announced, or a second time, makes
-another contribution. So a wrong guess costs a transfer, and never a gradient. A backward inside another one (reentrant
-checkpointing) cannot see where the outer one ends: at its own end all that is there is announced.
+another contribution. So a wrong guess costs a transfer, and never a gradient. When gradients of another unit begin to
+come, a unit that lacks some is announced without them: experts without tokens, for example. If more of them come after
+all, on any rank, no rank announces it so early in the steps that follow. So ranks cut alike, which keeps the order of
+sums; in the first step only where they use the same units. A backward inside another one (reentrant checkpointing)
+cannot see where the outer one ends: at its own end all that is there is announced.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from deepoffload.copies.rank_link import RankLink, gradients_number, late_index
+from deepoffload.copies.rank_link import RankLink, late_index
 from deepoffload.errors import BudgetError, RankError
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim import outside_gradient
 from deepoffload.optim.contribution import Contribution, ContributionPlan, Reducing
-from deepoffload.optim.contribution_layout import ContributionLayout
+from deepoffload.optim.contribution_plans import ContributionPlans
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
 from deepoffload.optim.gradients_out import GradientsOut
-from deepoffload.optim.lands import Lands, Reading, trained_of
+from deepoffload.optim.lands import Lands, Reading
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
 from deepoffload.params.unit import ParamHandle, Unit
-from deepoffload.ranks.rounds import WaitFor, Want, WantKind
+from deepoffload.ranks.rounds import Payload, WaitFor
 from deepoffload.timeline import Lane
 
 WAIT_S = 5.0
@@ -62,9 +66,9 @@ class Contributions:
         self._tiers = tiers
         self._gradients = gradients
         self._out = out
-        self._plans: dict[int, ContributionPlan] = {}
-        self._plan_of: dict[ParamHandle, ContributionPlan] = {}
+        self._plans = ContributionPlans(link.ranks.rank)
         self._slots = ContributionSlots(tiers)
+        self._open: list[Contribution] = []  # the oldest first
         self._leaving: deque[Contribution] = deque()  # complete, and on their way from the device
         self._announced: deque[Contribution] = deque()  # the posted ones of all units
         self._reducing: deque[Reducing] = deque()
@@ -88,7 +92,7 @@ class Contributions:
         with self._tiers.lock:
             for unit in units:
                 if unit.gradient_layout is not None and unit.gradients is not None and unit.index not in self._plans:
-                    plan = self._add(unit.index, unit, unit.gradients, unit.gradient_layout)
+                    plan = self._plans.add(unit.index, unit, unit.gradients, unit.gradient_layout)
                     plan.expected = frozenset(plan.numbers.values())
             self._fit()
 
@@ -100,32 +104,23 @@ class Contributions:
             As :meth:`reserve`.
         """
         with self._tiers.lock:
-            self._add(late_index(unit.index), unit, block, layout)
+            self._plans.add(late_index(unit.index), unit, block, layout)
             try:
                 self._fit()
             except BaseException:
-                self._drop_plan(late_index(unit.index))
+                self._plans.drop(late_index(unit.index))
                 raise
 
     def expect(self, handle: ParamHandle) -> None:
         """From now on a parameter has gradients."""
-        plan = self._plan_of[handle]
+        plan = self._plans.of(handle)
         plan.expected |= {plan.numbers[handle]}
-
-    def _add(self, index: int, unit: Unit, block: Block, gradients: ShardLayout) -> ContributionPlan:
-        handles = trained_of(block)
-        numbers = {handle: number for number, handle in enumerate(handles)}
-        layout = ContributionLayout(gradients, [handle.dtype for handle in handles], self._link.ranks.rank)
-        self._plans[index] = plan = ContributionPlan(index, unit, block, layout, numbers, frozenset())
-        self._plan_of.update(dict.fromkeys(handles, plan))
-        return plan
 
     def _fit(self) -> None:
         """Have slots for the largest contribution. For larger ones everything that is under way lands before."""
-        largest = max((plan.layout.part_nbytes for plan in self._plans.values()), default=0)
-        sizes = slot_sizes(largest, self._link.exchange, self._tiers.arena.capacity_bytes)
+        sizes = slot_sizes(self._plans.largest_bytes(), self._link.exchange, self._tiers.arena.capacity_bytes)
         if sizes.slot_bytes > self._slots.sizes.slot_bytes:
-            for plan in self._plans.values():
+            for plan in self._plans:
                 self.settle(plan.unit)
             while self._landed:
                 self._await_read()
@@ -135,20 +130,15 @@ class Contributions:
     def forget(self, unit: Unit) -> None:
         """The unit is gone, or was never finished."""
         if not self.is_under_way(unit):
-            self._drop_plan(unit.index)
-            self._drop_plan(late_index(unit.index))
-
-    def _drop_plan(self, index: int) -> None:
-        plan = self._plans.pop(index, None)
-        for handle in () if plan is None else plan.numbers:
-            del self._plan_of[handle]
+            self._plans.drop(unit.index)
+            self._plans.drop(late_index(unit.index))
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
     def take(self, handle: ParamHandle, grad: Tensor) -> bool:
         """Copy a gradient, of the parameter's type, into its unit's contribution. Returns whether that is complete, and
         so announced."""
-        plan = self._plan_of[handle]
+        plan = self._plans.of(handle)
         number = plan.numbers[handle]
         if self._announced or self._reducing or self._leaving:
             self._post_left()
@@ -157,6 +147,7 @@ class Contributions:
         if plan.open is not None and number in plan.open.present:
             self._announce(plan.open)
         contribution = plan.open or self._begin(plan)
+        self._return(contribution)
         if grad.stride() != handle.stride or grad.is_neg():
             grad = outside_gradient.with_stride(grad, handle)
         if self._out is None:
@@ -167,7 +158,6 @@ class Contributions:
         contribution.present.add(number)
         contribution.missing -= number in plan.expected
         plan.came.add(number)
-        plan.used = True
         if contribution.missing == 0:
             self._announce(contribution)
         task = graph_task()
@@ -190,22 +180,21 @@ class Contributions:
             self._post_left(wait=True)  # the program may wait for other ranks now, which wait for these
             if in_backward():
                 return
-            for plan in self._plans.values():
-                if not plan.used:
-                    plan.passes += 1
-                    self._link.post_pass(plan.index)
-                plan.used = False
+            self._link.end_backward()
 
     def announce_all(self, *, is_over: bool = True) -> None:
         """Announce what is there, complete or not. ``is_over``: this backward makes no more gradients."""
-        for plan in self._plans.values():
-            if plan.open is not None:
-                self._announce(plan.open, is_over=is_over)
+        while self._open:
+            self._announce(self._open[0], is_over=is_over)
 
     def _begin(self, plan: ContributionPlan) -> Contribution:
+        """Fill another contribution. [Note: which gradients are expected]"""
+        for other in [other for other in self._open if not other.plan.spans]:
+            self._announce(other)
         offset = self._take_slot()
         memory = self._slots.slot(offset, plan.layout)
         plan.open = Contribution(plan, offset, memory, len(plan.expected))
+        self._open.append(plan.open)
         self._gradients.parts_come(plan.block)
         return plan.open
 
@@ -221,15 +210,33 @@ class Contributions:
             elif self._in_slots():
                 self._await_launch(self._in_slots()[0])
             else:
-                oldest = next(plan.open for plan in self._plans.values() if plan.open is not None)
-                self._announce(oldest)  # more units are being filled at once than there are slots
+                self._put_aside()
             self._release_what_is_read()
         return self._slots.free.pop()
+
+    def _put_aside(self) -> None:
+        """Free the slot of the oldest one that is being filled: it goes into a block. Where there is no room for that
+        it is announced, and what comes is another part of it."""
+        oldest = next(one for one in self._open if one.block is None)
+        if self._out is not None:
+            self._out.mark().synchronize()
+            oldest.sources.clear()
+        oldest.block = self._slots.move_out(oldest.offset, oldest.plan.layout, oldest.plan.unit.name)
+        if oldest.block is None:
+            self._announce(oldest)
+
+    def _return(self, contribution: Contribution) -> None:
+        """Have one that was put aside in a slot again."""
+        block, layout = contribution.block, contribution.plan.layout
+        if block is not None:
+            contribution.offset = self._take_slot()
+            self._with_room(partial(self._slots.move_in, block, contribution.offset, layout))
+            contribution.memory, contribution.block = self._slots.slot(contribution.offset, layout), None
 
     def _await_read(self) -> None:
         """Wait until the other ranks have read this rank's part in the oldest reduction that has landed here."""
         oldest = self._landed[0]
-        SHIELD.outside(self._link.rounds.wait_flight, Reading(oldest.flight), _want(oldest.plan))
+        SHIELD.outside(self._link.rounds.wait_flight, Reading(oldest.flight), oldest.plan.want)
 
     def _in_slots(self) -> list[Contribution]:
         return [contribution for contribution in self._announced if contribution.block is None]
@@ -241,17 +248,19 @@ class Contributions:
         so at once until something is launched."""
         plan = contribution.plan
         limit_s = self.wait_s if self._launched_since_moved else 0.0
-        SHIELD.outside(self._link.wait_reduced, plan.index, limit_s)
+        SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.A_WHILE, limit_s)
         if contribution not in self._announced:
             return
         contribution.block = self._slots.move_out(contribution.offset, plan.layout, plan.unit.name)
         self._launched_since_moved = False
         if contribution.block is None:
-            SHIELD.outside(self._link.wait_reduced, plan.index, math.inf, WaitFor.ROOM)
+            SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.ROOM)
 
     def _announce(self, contribution: Contribution, *, is_over: bool = False) -> None:
         plan, present = contribution.plan, contribution.present
+        self._return(contribution)
         plan.open = None
+        self._open.remove(contribution)
         contribution.coming = {
             n for n in plan.numbers.values() if self._gradients.adds_up or not (is_over or n in present)
         }
@@ -284,44 +293,43 @@ class Contributions:
 
     # -- from the other ranks --------------------------------------------------------------------------------------
 
-    def launch(self, unit_index: int, contributors: tuple[int, ...], is_partial: bool = False) -> Reducing:
+    def launch(self, unit_index: int, payload: Payload) -> Reducing:
         """All ranks start the reduction of a unit now. Called by the link, in the same order on all ranks."""
         self._release_what_is_read()  # who waits for one unit may launch all others meanwhile
         plan = self._plans.get(unit_index)
         if plan is None:
             raise self._gradients.not_trained(unit_index)
         given = None
-        if self._link.ranks.rank in contributors:
+        plan.was_cut |= payload.is_more
+        if self._link.ranks.rank in payload.ranks:
             given = plan.posted.popleft()
             self._announced.remove(given)
             if given.block is not None:
-                given.memory = self._bring_back(given.block, plan)
+                given.memory = self._with_room(partial(self._slots.bring_back, given.block, plan.layout))
             self._launched_since_moved = True
-        elif plan.passes:
-            plan.passes -= 1
         while not self._slots.free_scratch:
             self._land_first()
-        scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, contributors)
+        scratch, reduction = self._slots.free_scratch.pop(), reduction_of(plan.layout.part_nbytes, payload.ranks)
         what, memory = f"gradients of layer '{plan.unit.name}'", None if given is None else given.memory
         flight = self._link.exchange.send_parts(memory, reduction, scratch, what)
         self._reducing.append(reducing := Reducing(self.land_through, plan, flight, given, scratch))
-        reducing.is_partial = is_partial
+        reducing.is_partial = payload.is_partial
         self._gradients.parts_come(plan.block)
         return reducing
 
-    def _bring_back(self, block: Block, plan: ContributionPlan) -> Tensor:
-        """A contribution that went into a block. Where there is no room, what is in flight lands and leaves before; no
-        round is taken meanwhile."""
+    def _with_room(self, fetch: Callable[[], Any]) -> Any:
+        """``fetch`` a contribution that went into a block. Where there is no room, what is in flight lands and leaves
+        before; no round is taken meanwhile."""
         while True:
             try:
-                return self._slots.bring_back(block, plan.layout)
+                return fetch()
             except BudgetError:
                 if not (self._landed or self._reducing):
                     raise
             if not self._landed:
                 self._land_first()
             oldest = self._landed[0]
-            self._link.rounds.wait_out(Reading(oldest.flight), _want(oldest.plan))
+            self._link.rounds.wait_out(Reading(oldest.flight), oldest.plan.want)
             self._release_what_is_read()
 
     def land_through(self, last: Reducing) -> None:
@@ -352,26 +360,24 @@ class Contributions:
     def is_under_way(self, unit: Unit) -> bool:
         """Whether gradients of a unit have not landed yet, as far as this rank knows."""
         return any(
-            plan.open is not None or plan.posted or plan.passes or any(one.plan is plan for one in self._on_the_way())
-            for plan in self._of(unit)
+            plan.open is not None
+            or self._link.awaits_parts(plan.index, ended=False)
+            or any(one.plan is plan for one in self._on_the_way())
+            for plan in self._plans.of_unit(unit)
         )
 
     def _on_the_way(self) -> list[Contribution | Reducing]:
         return [*self._leaving, *self._reducing]
 
-    def _of(self, unit: Unit) -> list[ContributionPlan]:
-        return [self._plans[index] for index in (unit.index, late_index(unit.index)) if index in self._plans]
-
     def settle(self, unit: Unit) -> None:
-        """Announce what is there of a unit, and land all of it. Waits for the other ranks' parts."""
+        """Announce what is there of a unit, and land all ranks' parts of the backwards that this rank has ended."""
         with self._tiers.lock:
-            for plan in self._of(unit):
+            for plan in self._plans.of_unit(unit):
                 if plan.open is not None:
                     self._announce(plan.open)
                 self._post_left(wait=True)
-                while plan.posted or plan.passes:
-                    plan.passes = 0
-                    SHIELD.outside(self._link.wait_reduced, plan.index)
+                if self._link.awaits_parts(plan.index):
+                    SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.ALL_PARTS)
                 for reducing in [one for one in self._reducing if one.plan is plan]:
                     self._await(reducing)
 
@@ -392,24 +398,21 @@ class Contributions:
     def end_of_step(self) -> None:
         """What comes from now on belongs to the next step. [Note: which gradients are expected]"""
         self._graph_tasks.clear()
-        for plan in self._plans.values():
-            plan.passes, plan.used = 0, False
-            if plan.came:
-                plan.expected, plan.came = frozenset(plan.came), set()
+        self._plans.end_of_step()
 
     # -- landing ---------------------------------------------------------------------------------------------------
 
     def _await(self, reducing: Reducing) -> None:
         """Wait for a reduction, serving the others meanwhile, and land it."""
         if not reducing.ready():
-            want = _want(reducing.plan)
+            want = reducing.plan.want
             SHIELD.outside(self._link.rounds.wait_flight, reducing, want)
         self._land_told(reducing)
 
     def _land_told(self, reducing: Reducing) -> None:
         """Land a reduction; all ranks are told of an error."""
         try:
-            with self._link.rounds.judged(_want(reducing.plan)):
+            with self._link.rounds.judged(reducing.plan.want):
                 self.land_through(reducing)
         except RankError:
             raise
@@ -444,7 +447,3 @@ class Contributions:
             self._landed.remove(reducing)
             if reducing.given is not None:
                 self._slots.drop(reducing.given.offset, reducing.given.block)
-
-
-def _want(plan: ContributionPlan) -> Want:
-    return Want(WantKind.REDUCE, gradients_number(plan.index))

@@ -363,7 +363,7 @@ class RankGradients(Gradients):
         self.make_decided()
 
     def _settle(self, handle: ParamHandle) -> None:
-        if handle.unit is not None and self.is_coming(handle):
+        if handle.unit is not None and self.pager.life.closed_because is None:
             self.contributions.settle(handle.unit)
 
     def is_coming(self, handle: ParamHandle) -> bool:

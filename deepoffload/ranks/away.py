@@ -24,7 +24,7 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.long_waits import LongWait
 from deepoffload.ranks.round_runner import RoundRunner
-from deepoffload.ranks.rounds import ENDS, NOTHING, PARTS, EndOf, Want, WantKind
+from deepoffload.ranks.rounds import ENDS, NOTHING, EndOf, Want, WantKind
 from deepoffload.ranks.words import OUTSIDE, ranks_in_words, where_in_words
 
 APART = "ranks wait for each other at different calls. Let all ranks make the same calls in the same order"
@@ -95,15 +95,15 @@ class Away:
         self._nudge(self._rank, number)
 
     def is_enough(self, until_s: float) -> bool:
-        """Whether a wait for launches, that may take until then, is over: where all ranks wait in rounds, and others that
-        wait for this one outside of rounds, at a save for example, announce nothing before. Those that wait in calls of
-        other models hardly do. To be called with the lock held."""
+        """Whether a wait for launches, that may take until then, is over. Where all ranks wait in rounds, nobody
+        announces anything before. Others that wait for this rank outside of rounds, at a save for example, do not
+        either, and those that wait in calls of other models hardly do. To be called with the lock held."""
         if until_s == math.inf:
             return False
         if time.monotonic() >= until_s or self._runner.all_rest:
             return True
         wants = self._runner.unmet
-        waits_here = self._rank < len(wants) and wants[self._rank].kind in PARTS | {WantKind.WAIT}
+        waits_here = self._rank < len(wants) and wants[self._rank].kind in (WantKind.REDUCE, WantKind.WAIT)
         others = [(rank, wants[rank]) for rank in self._others if rank < len(wants)]
         return any(
             (waits_here and want.kind is WantKind.ELSEWHERE)
@@ -168,7 +168,7 @@ class Away:
         with self._lock:
             rounds, said, wants = self._runner.rounds, self._runner.said, self._runner.unmet
             is_brief = not said.stays
-            if is_brief and want.kind not in PARTS:
+            if is_brief and want.kind is not WantKind.REDUCE:
                 return
             number, here = rounds.counts.rounds, len(wants) > 0 and wants[self._rank] == said
             needed = {o: wants[o] for o in self._others if here and rounds.needs(self._rank, said, o)}

@@ -115,12 +115,14 @@ class Exchange(ABC):
 
     Attributes:
         transport: ``"group"`` or ``"memory"``.
+        ready_at_launch: a transfer is ready as soon as all ranks have launched it: nothing is sent.
         ranks: who is where.
         gather_bytes: bytes of shards that this rank has got from others.
         part_bytes: bytes of contributions that this rank has got from others.
     """
 
     transport: str
+    ready_at_launch = False
 
     def __init__(self, ranks: RankMap) -> None:
         self.ranks = ranks

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepoffload.ranks.collectives import AnyGroup, LinkError, break_off, first_line, has_gone, never_end, wait_within
 
 FOREVER = timedelta(days=365)
-ROUND_NUMEL = 5
+ROUND_NUMEL = 6
 """Numbers (int64) that a rank sends in a round."""
 NUDGE_NUMEL = 4
 """The same of a nudge."""

@@ -229,6 +229,7 @@ class MemoryExchange(Exchange):
     """
 
     transport = "memory"
+    ready_at_launch = True
 
     def __init__(self, ranks: RankMap, neighbours: Neighbours, timeout_s: float, num_threads: int = 1) -> None:
         super().__init__(ranks)

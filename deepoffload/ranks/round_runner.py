@@ -84,8 +84,17 @@ class RoundRunner:
             of something.
     """
 
-    def __init__(self, link: RoundLink, rank: int, world_size: int, launch: Launch, recorder: RankRecorder) -> None:
+    def __init__(
+        self,
+        link: RoundLink,
+        rank: int,
+        world_size: int,
+        launch: Launch,
+        recorder: RankRecorder,
+        ready_at_launch: bool = False,
+    ) -> None:
         self._recorder = recorder
+        self._ready_at_launch = ready_at_launch
         self.rounds = Rounds(rank, world_size, self._say)
         self.times = WaitTimes(world_size)
         self.said = NOTHING
@@ -154,6 +163,10 @@ class RoundRunner:
             if work is None:  # another thread has met the error, and still asks who has gone
                 raise LinkError("a connection has ended before this round")
             helps = self.rounds.has_queue or asked.kind not in RESTS - {WantKind.WAIT} | ANSWERS
+            for launched, _, known in self._flights if self._ready_at_launch else ():
+                # All ranks launch it before the round is over. Until it arrives here, others wait to be read.
+                if not known.ready():
+                    return Waitable(known.ready_within, launched, helps)
             return Waitable(lambda limit_s: wait_within(work, limit_s), self.rounds.counts.rounds, helps)
         reduces = any(p.kind is WantKind.REDUCE and known is flight for _, p, known in self._flights)
         for launched, payload, known in self._flights:
@@ -206,13 +219,13 @@ class RoundRunner:
     def _say(self, want: Want) -> None:
         self.said, self._said_at = want, time.monotonic()
         self._recorder.enters()
-        self._link.start((*want, self.rounds.steps, int(self.times.waited_s * 1e6)))
+        self._link.start((*want, self.rounds.ended, self.rounds.steps, int(self.times.waited_s * 1e6)))
 
     def _take(self) -> None:
         messages = self._link.take()
         number = self.rounds.counts.rounds
-        wants = [Want(WantKind(kind), unit, content) for kind, unit, content, _, _ in messages]
-        outcome = self.rounds.take(wants)
+        wants = [Want(WantKind(kind), unit, content) for kind, unit, content, *_ in messages]
+        outcome = self.rounds.take(wants, [ended for *_, ended, _, _ in messages])
         slowest, lost_s = self.times.round_over(self.rounds.rank, [waited_us for *_, waited_us in messages])
         self._recorder.round_over(self.said, slowest, lost_s)
         self.bytes_wanted = any(want.kind in PAYLOADS for want in wants)

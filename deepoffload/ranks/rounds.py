@@ -4,17 +4,21 @@ Each rank has a queue of wants. Round i tells every rank the i-th want of every 
 union of these wants, in rank order. So the order of payload collectives is equal on all ranks by construction, also
 where their programs differ. Equal programs have equal queues: their rounds carry one want each, and none is *mixed*.
 
-A reduction is *held* until every rank has announced its part in it, or that it has none, or is at its step and so
-cannot announce one any more. Otherwise the round in which a slow rank answers would decide which parts are added first.
+A reduction is of the parts that ranks have in one backward: the first of a step, the second, and so on. It is *held*
+until every rank has announced its part in it, or has ended that backward, or is at its step and so announces nothing
+any more. Otherwise the round in which a slow rank answers would decide which parts are added first. Who ends a backward
+says so with the next thing that it says.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from deepoffload.ranks.held_reductions import HeldReductions, Released
 
 
 class WantKind(enum.IntEnum):
@@ -36,16 +40,14 @@ class WantKind(enum.IntEnum):
     """The program ends; over when all ranks are at it."""
     FAILED = 7
     """The rank had an error and cannot continue."""
-    PASS = 8
-    """The rank has no part in the next reduction of a unit: the others need not wait for one."""
-    EDIT = 9
+    EDIT = 8
     """The program is about to change a tensor of a unit, or has changed it; over when all ranks say so of the same
     tensor and, afterwards, of the same values."""
-    AWAY = 10
+    AWAY = 9
     """The program waits for others outside of rounds, at a save for example; said by the thread."""
-    ELSEWHERE = 11
+    ELSEWHERE = 10
     """All of the program waits in a call of another model; said by the thread."""
-    CLOSING = 12
+    CLOSING = 11
     """The program ends, and waits for what this rank is still at, a save in the background; said by the thread."""
 
 
@@ -72,20 +74,16 @@ class EndOf(enum.IntEnum):
 
 
 PAYLOADS = frozenset({WantKind.GATHER, WantKind.REDUCE})
-"""What moves bytes."""
-PARTS = frozenset({WantKind.REDUCE, WantKind.PASS})
-"""What a rank says of its part in a reduction."""
-OF_UNITS = PAYLOADS | PARTS
-"""What is of a unit, and is queued."""
+"""What moves bytes, is of a unit, and is queued."""
 STEPPING = frozenset({WantKind.STEP, WantKind.JOIN})
 """Where a rank has announced all of a step's parts."""
 RESTS = STEPPING | {WantKind.WAIT, WantKind.CLOSE, WantKind.EDIT}
 """What a rank says again in every round until it is over: it waits, and serves the others meanwhile."""
-NAMED = OF_UNITS | {WantKind.EDIT}
+NAMED = PAYLOADS | {WantKind.EDIT}
 """What says which unit it is about."""
 STAYS = RESTS - {WantKind.WAIT}
 """Where a program waits for all others."""
-NEEDS_PROGRAMS = STAYS | PARTS
+NEEDS_PROGRAMS = STAYS | {WantKind.REDUCE}
 """What is waited for until the programs of other ranks come; a thread of theirs cannot help."""
 ANSWERS = frozenset({WantKind.NOTHING, WantKind.AWAY, WantKind.ELSEWHERE, WantKind.CLOSING})
 """What the thread says for a program that is not in a call of ours, or waits outside of rounds."""
@@ -99,8 +97,9 @@ class Want(NamedTuple):
     Attributes:
         unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it is not the
             program that waits, or it does so for a while only, else 1 + the number of the reduction; 0 for other kinds.
-        content: of an edit, what :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number
-            that stands for what it waits at; of CLOSE and CLOSING, an :class:`EndOf`; of WAIT, a :class:`WaitFor`; 0
+        content: of REDUCE, how many backwards the rank had ended in this step; of an edit, what
+            :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number that stands for what
+            it waits at; of CLOSE and CLOSING, an :class:`EndOf`; of WAIT, a :class:`WaitFor`; 0
             for other kinds.
     """
 
@@ -118,13 +117,15 @@ class Payload(NamedTuple):
     """A collective that all ranks launch now.
 
     ``ranks``: of a gather, those that asked for it in this round, and take it; of a reduction, those that have a part
-    in it. ``is_partial``: of a reduction, another rank may have a part that comes later.
+    in it; ``is_partial``: another rank may have a part that comes later; ``is_more``: it is not the first one of the
+    unit in its backward.
     """
 
     kind: WantKind
     unit: int
     ranks: tuple[int, ...]
     is_partial: bool = False
+    is_more: bool = False
 
 
 NOTHING = Want(WantKind.NOTHING)
@@ -150,49 +151,6 @@ class RoundOutcome:
     apart: bool = False
 
 
-class HeldReductions:
-    """What every rank has announced for which reductions, of those that are not launched yet: parts, or to have none.
-
-    A rank's first announcement belongs to the first reduction, and so on. Where all have none there is no reduction.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._parts: dict[int, list[deque[bool]]] = {}  # by unit, those of each rank; in the order of the first one
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def of(self, unit: int, rank: int) -> int:
-        """How many announcements of ``rank`` for ``unit`` wait."""
-        parts = self._parts.get(unit)
-        return 0 if parts is None else len(parts[rank])
-
-    def announce(self, unit: int, rank: int, *, has_part: bool) -> None:
-        """``rank`` has a part in one more reduction, or has none."""
-        self._parts.setdefault(unit, [deque() for _ in range(self._world_size)])[rank].append(has_part)
-
-    def release(self, unit: int, over: frozenset[int], waiting: frozenset[int] = frozenset()) -> Iterator[Payload]:
-        """The reductions of ``unit`` that may start when the ranks ``over`` announce no more parts, and the ``waiting``
-        ones no more before something is reduced."""
-        parts = self._parts.get(unit)
-        while parts is not None and all(said or rank in over | waiting for rank, said in enumerate(parts)):
-            is_partial = not all(said or rank in over for rank, said in enumerate(parts))
-            ranks = tuple(rank for rank, said in enumerate(parts) if said and said.popleft())
-            if not any(parts):
-                del self._parts[unit]
-                parts = None
-            if ranks:
-                yield Payload(WantKind.REDUCE, unit, ranks, is_partial)
-
-    def release_all(
-        self, over: frozenset[int], waiting: frozenset[int] = frozenset(), but: Collection[int] = ()
-    ) -> Iterator[Payload]:
-        """The same of all units, ``but`` these."""
-        for unit in [unit for unit in self._parts if unit not in but]:
-            yield from self.release(unit, over, waiting)
-
-
 @dataclass
 class RoundCounts:
     """``rounds`` that are over, those of them that were ``mixed`` (not all ranks said the same), and ``answers``: how
@@ -207,10 +165,12 @@ class RoundCounts:
 class Rounds:
     """One rank's side of the protocol.
 
-    ``exchange`` sends a want to all ranks; :meth:`take` gets what all of them have sent. At most one exchange is under
-    way. The methods may be called by any thread, one at a time.
+    ``exchange`` sends a want to all ranks, with ``ended``; :meth:`take` gets what all of them have sent. At most one
+    exchange is under way. The methods may be called by any thread, one at a time.
 
     Attributes:
+        backwards: how many backwards the program has ended in this step.
+        ended: so many of them are told of with what this rank says now.
         asked: what this rank says in the round that is under way, or None between rounds.
         steps: how many steps all ranks have made.
         meetings: how often all ranks have met, at steps and elsewhere.
@@ -223,7 +183,9 @@ class Rounds:
     steps: int = 0
     meetings: int = 0
     counts: RoundCounts = field(default_factory=RoundCounts)
-    _queue: deque[Want] = field(default_factory=deque)
+    backwards: int = 0
+    ended: int = 0
+    _queue: deque[tuple[Want, int]] = field(default_factory=deque)  # and how many backwards have ended after it
     _held: HeldReductions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,14 +193,23 @@ class Rounds:
 
     # -- what this rank says ----------------------------------------------------------------------------------------
     def post(self, want: Want) -> None:
-        """Queue what is of a unit. Once for each: a second one would shift all rounds that follow."""
-        assert want.kind in OF_UNITS, want
-        self._queue.append(want)
+        """Queue what moves bytes. Once for each: a second one would shift all rounds that follow."""
+        assert want.kind in PAYLOADS, want
+        self._queue.append((want._replace(content=self.backwards) if want.kind is WantKind.REDUCE else want, 0))
+
+    def end_backward(self) -> None:
+        """The program has ended a backward, and announces no more parts of it."""
+        self.backwards += 1
+        if self._queue:
+            want, ends = self._queue.pop()
+            self._queue.append((want, ends + 1))
+        else:
+            self.ended += 1
 
     @property
     def upcoming(self) -> Want | None:
         """What this rank says when it enters the next round; None while one is under way, or if there is nothing."""
-        return self._queue[0] if self.asked is None and self._queue else None
+        return self._queue[0][0] if self.asked is None and self._queue else None
 
     @property
     def has_queue(self) -> bool:
@@ -248,7 +219,9 @@ class Rounds:
     def enter(self) -> None:
         """Enter the next round with the first want of the queue, if there is one."""
         if self.asked is None and self._queue:
-            self._say(self._queue.popleft())
+            want, ends = self._queue.popleft()
+            self.ended += ends
+            self._say(want)
 
     def rest(self, want: Want) -> None:
         """Enter the next round as one that waits, if this rank has nothing else to say."""
@@ -271,7 +244,7 @@ class Rounds:
         if self.asked is None:
             self._say(Want(WantKind.FAILED))
         else:
-            self._queue.append(Want(WantKind.FAILED))
+            self._queue.append((Want(WantKind.FAILED), 0))
 
     def _say(self, want: Want) -> None:
         self.asked = want
@@ -280,19 +253,33 @@ class Rounds:
     # -- what all ranks have said -----------------------------------------------------------------------------------
     def is_pending(self, want: Want) -> bool:
         """Whether a want of this rank has still to be launched: queued, said, or held."""
-        if want == self.asked or want in self._queue:
+        said = [self.asked, *(queued for queued, _ in self._queue)]
+        if any(one is not None and one[:2] == want[:2] for one in said):
             return True
-        return want.kind in PARTS and self._held.of(want.unit, self.rank) > 0
+        return want.kind is WantKind.REDUCE and self._held.of(want.unit, self.rank) > 0
+
+    def awaits_parts(self, unit: int, *, ended: bool = True) -> bool:
+        """Whether parts of a unit are still to be launched, of this rank or of backwards that this program has ended.
+
+        Args:
+            ended: all ranks have to say that they have ended these; else one part from each of the others is enough.
+        """
+        if self.is_pending(Want(WantKind.REDUCE, unit)) or self._held.holds(unit, self.backwards):
+            return True
+        ranks, last = range(self.world_size), self.backwards - 1
+        if ended:  # this one, too: else equal programs would not all wait for the same round
+            return not all(self._held.has_ended(rank, last) for rank in ranks)
+        return not all(self._held.has_said(unit, rank, last) for rank in ranks if rank != self.rank)
 
     def needs(self, rank: int, want: Want, other: int) -> bool:
         """Whether ``rank``, which stays at ``want``, does not go on before the program of ``other`` says something."""
         if want.kind is WantKind.WAIT:
-            unit = want.unit - 1
-            return self._held.of(unit, rank) > 0 and self._held.of(unit, other) == 0
+            return self._held.needs(want.unit - 1, rank, other, reads=want.content == WaitFor.ALL_PARTS)
         return want.kind in STAYS | ENDS
 
-    def take(self, wants: Sequence[Want]) -> RoundOutcome:
-        """The round under way is over; ``wants`` has what each rank said, in rank order."""
+    def take(self, wants: Sequence[Want], ended: Sequence[int] = ()) -> RoundOutcome:
+        """The round under way is over; ``wants`` has what each rank said, in rank order, and ``ended`` of how
+        many backwards each has told; nothing where there is no news."""
         assert self.asked is not None and wants[self.rank] == self.asked, (self.asked, wants)
         self.asked = None
         self.counts.rounds += 1
@@ -300,55 +287,67 @@ class Rounds:
         kinds = {want.kind for want in wants}
         if WantKind.FAILED in kinds:
             return RoundOutcome(failed=_those_at(wants, WantKind.FAILED))
-        if kinds & ENDS and kinds & (STEPPING | PARTS | {WantKind.WAIT, WantKind.EDIT}):
+        if kinds & ENDS and kinds & (STEPPING | {WantKind.REDUCE, WantKind.WAIT, WantKind.EDIT}):
             return RoundOutcome(apart=True)
-        payloads = tuple(self._launched(wants))
+        payloads = tuple(self._launched(wants, ended))
         met = self._meet(kinds, len(set(wants)))
         self.meetings += met is not None
         if WantKind.EDIT in kinds and met is None and not payloads and all(want.stays for want in wants):
             return RoundOutcome(apart=True)
         return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))
 
-    def _launched(self, wants: Sequence[Want]) -> Iterator[Payload]:
-        over = frozenset(rank for rank, want in enumerate(wants) if want.kind in STEPPING)
+    def _launched(self, wants: Sequence[Want], ended: Sequence[int]) -> Iterator[Payload]:
+        held, before = self._held, (self._held.ended, self._held.over)
+        held.over = frozenset(rank for rank, want in enumerate(wants) if want.kind in STEPPING)
         for want in dict.fromkeys(wants):
             asking = tuple(rank for rank, other in enumerate(wants) if other == want)
             if want.kind is WantKind.GATHER:
                 # A rank that still has the same want in its queue takes nothing now: the others cannot know that it
                 # would.
                 yield Payload(want.kind, want.unit, asking)
-            elif want.kind in PARTS:
+            elif want.kind is WantKind.REDUCE:
                 for rank in asking:
-                    self._held.announce(want.unit, rank, has_part=want.kind is WantKind.REDUCE)
-                yield from self._held.release(want.unit, over)
-        if self._held and over:
-            released = tuple(self._held.release_all(over))
+                    held.announce(want.unit, rank, want.content)
+                yield from _payloads(held.release(want.unit))
+        held.ended = list(ended) or held.ended
+        goes_on = (held.ended, held.over) != before
+        if held and (held.over or goes_on):
+            released = tuple(_payloads(held.release_all()))
             yield from released
-            if released:
-                return  # who waited may announce more
-        if self._held and all(want.kind in STEPPING or want.kind is WantKind.WAIT for want in wants):
-            yield from self._released_for_room([want for want in wants if want.kind is WantKind.WAIT], over)
+            goes_on = goes_on or bool(released)
+        if goes_on:
+            return  # who waited may announce more
+        if held and all(want.kind in STEPPING or want.kind is WantKind.WAIT for want in wants):
+            yield from self._released_for_room([want for want in wants if want.kind is WantKind.WAIT])
 
-    def _released_for_room(self, waits: Sequence[Want], over: frozenset[int]) -> Iterator[Payload]:
+    def _released_for_room(self, waits: Sequence[Want]) -> Iterator[Payload]:
         """Where nobody can announce a part before something is reduced, the parts that are there are added. Not those
         of a sum that a program reads, as long as others help."""
         reasons = {want.content for want in waits}
         if WaitFor.A_WHILE in reasons:
             return  # that rank ends its wait, and may announce more
         read = {want.unit - 1 for want in waits if want.content == WaitFor.ALL_PARTS}
-        everyone = frozenset(range(self.world_size))
-        released = tuple(self._held.release_all(over, everyone, but=read)) if WaitFor.ROOM in reasons else ()
-        yield from released or self._held.release_all(over, everyone)
+        released = tuple(self._held.release_all(partial=True, but=read)) if WaitFor.ROOM in reasons else ()
+        yield from _payloads(released or self._held.release_all(partial=True))
 
     def _meet(self, kinds: set[WantKind], different: int) -> WantKind | None:
         if kinds == {WantKind.EDIT}:
             return WantKind.EDIT if different == 1 else None
         if kinds <= STEPPING:
             if WantKind.STEP not in kinds:
+                # The step is not over. What comes now comes after all that there has been of it.
+                self.backwards = self.ended = max(self._held.ended)
+                self._held.ended = [self.ended] * self.world_size
                 return WantKind.JOIN
             self.steps += 1
+            self.backwards = self.ended = 0
+            self._held = HeldReductions(self.world_size)
             return WantKind.STEP
         return WantKind.CLOSE if kinds == {WantKind.CLOSE} else None
+
+
+def _payloads(released: Iterable[Released]) -> Iterator[Payload]:
+    return (Payload(WantKind.REDUCE, *one) for one in released)
 
 
 def _those_at(wants: Sequence[Want], kind: WantKind) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
 from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.roll_call import RollCall
 from deepoffload.ranks.round_runner import Launch, PayloadFlight, RoundRunner, Waitable
-from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, PARTS, EndOf, WaitFor, Want, WantKind
+from deepoffload.ranks.rounds import NEEDS_PROGRAMS, NOTHING, EndOf, WaitFor, Want, WantKind
 from deepoffload.ranks.sleeper import Sleeper
 from deepoffload.ranks.wait_times import Patience, RoundStats
 from deepoffload.ranks.words import Whereabouts, at
@@ -77,6 +77,7 @@ class RoundService:
         let_go: around a wait for other programs, whose caller has the lock too: they may wait for a save of this rank.
         timeline: of what rounds and waits take; None: nothing is recorded.
         elsewhere: knows of ranks that are in calls of other models; None: they have none.
+        ready_at_launch: as :attr:`~deepoffload.ranks.exchange.Exchange.ready_at_launch` of the payloads.
 
     Raises:
         RankError: not every rank has come within ``timeout_s``. All methods that post or wait raise it, too: see the
@@ -98,6 +99,7 @@ class RoundService:
         let_go: Callable[[], AbstractContextManager[None]] = nullcontext,
         timeline: Timeline | None = None,
         elsewhere: WaitsAcrossModels | None = None,
+        ready_at_launch: bool = False,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
@@ -115,7 +117,7 @@ class RoundService:
             nudge_link = NudgeLink(store, rank, world_size, timeout_s)
         except LinkError as error:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
-        self._runner = RoundRunner(self._link, rank, world_size, launch, self._recorder)
+        self._runner = RoundRunner(self._link, rank, world_size, launch, self._recorder, ready_at_launch)
         roll_call = RollCall(
             own_client(store),
             rank,
@@ -161,16 +163,33 @@ class RoundService:
             self.check()
             self._runner.advance()
 
-    def wait_launched(self, want: Want, limit_s: float = math.inf, reason: WaitFor = WaitFor.ALL_PARTS) -> bool:
-        """Return when what this rank has posted has been launched: a reduction is held until all have announced it. Or
-        when about ``limit_s`` are over, or would be in vain. Returns whether it has been launched."""
-        lasts = limit_s == math.inf and self.away.is_of_program()
-        content = reason if limit_s == math.inf else WaitFor.A_WHILE
-        rest = Want(WantKind.WAIT, 1 + want.unit if lasts else 0, content) if want.kind in PARTS else None
-        until, rounds = time.monotonic() + limit_s, self._runner.rounds
-        self._until(lambda: not rounds.is_pending(want) or self.away.is_enough(until), want, rest)
+    def wait_launched(self, want: Want) -> None:
+        """Return when a gather that this rank has posted has been launched."""
+        self._until(lambda: not self._runner.rounds.is_pending(want), want)
+
+    def wait_reduced(self, unit: int, reason: WaitFor, limit_s: float = math.inf) -> bool:
+        """Return when parts of a unit have been launched: of ALL_PARTS also those of other ranks, in the backwards that
+        this program has ended, else those of this rank. Or when about ``limit_s`` are over, or would be in vain.
+        Returns whether they have been launched."""
+        want, rounds = Want(WantKind.REDUCE, unit), self._runner.rounds
+        over = partial(self.awaits_parts, unit) if reason is WaitFor.ALL_PARTS else partial(rounds.is_pending, want)
+        lasts = reason is not WaitFor.A_WHILE and self.away.is_of_program()
+        until = time.monotonic() + limit_s
+        rest = Want(WantKind.WAIT, 1 + unit if lasts else 0, reason)
+        self._until(lambda: not over() or self.away.is_enough(until), want, rest)
         with self._lock:
-            return not rounds.is_pending(want)
+            return not over()
+
+    def awaits_parts(self, unit: int, *, ended: bool = True) -> bool:
+        """Whether parts of a unit are still to be launched, of this rank or of backwards that this program has ended.
+        ``ended``: the other ranks have to say that they have ended these; else one part from each of them is enough."""
+        with self._lock:
+            return self._runner.rounds.awaits_parts(unit, ended=ended)
+
+    def end_backward(self) -> None:
+        """The program has ended a backward. The others hear it with what this rank says next."""
+        with self._lock:
+            self._runner.rounds.end_backward()
 
     def wait_flight(self, flight: PayloadFlight, want: Want) -> None:
         """Return when a payload is over."""

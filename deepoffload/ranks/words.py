@@ -13,7 +13,6 @@ _AT = {
     WantKind.NOTHING: OUTSIDE,
     WantKind.REDUCE: "at reduction of",
     WantKind.WAIT: "waiting for gradients of other ranks",
-    WantKind.PASS: "at the end of a backward without",
     WantKind.CLOSING: "at its end",
     WantKind.AWAY: "waiting in a call that all ranks make, such as a save",
     WantKind.ELSEWHERE: IN_ANOTHER_MODEL,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepoffload.ranks.rounds import NOTHING, Payload, RoundOutcome, Rounds, WaitFor, Want, WantKind
 from tests.support.rounds_world import Op, Program, World
 
-GATHER, REDUCE, PASS = WantKind.GATHER, WantKind.REDUCE, WantKind.PASS
+GATHER, REDUCE = WantKind.GATHER, WantKind.REDUCE
 STEP, JOIN, CLOSE, FAILED, WAIT = (
     Want(kind) for kind in (WantKind.STEP, WantKind.JOIN, WantKind.CLOSE, WantKind.FAILED, WantKind.WAIT)
 )
@@ -31,7 +31,7 @@ def test_a_wait_for_gradients_that_a_rank_at_an_edit_has_not_announced_is_an_err
     assert outcome(edit, waits).apart
 
 
-def one_step(step: int, units: int, dice: random.Random, own: random.Random, barrier: bool) -> list[Op]:
+def one_step(step: int, units: int, dice: random.Random, own: random.Random, barrier: bool, full: bool) -> list[Op]:
     """A step of one rank: ``dice`` are thrown alike on all ranks, ``own`` are the rank's."""
     order = list(range(units))
     if own.random() < 0.3:
@@ -42,29 +42,32 @@ def one_step(step: int, units: int, dice: random.Random, own: random.Random, bar
         ops += [op for unit in range(units) for op in (("need", unit), ("drop", unit))]
     if barrier and dice.random() < 0.7:
         ops.append(("barrier", step))
-    for backward in (False, True):
-        phase = order[::-1] if backward else order
-        for place, unit in enumerate(phase):
-            ops.append(("need", unit))
-            ops += [("prefetch", later) for later in phase[place + 1 : place + 2 + own.randrange(2)]]
-            ops.append(("drop", unit))
-            if backward:
-                ops += [("reduce", unit)] * own.choice((1, 1, 1, 2))
-                if own.random() < 0.3:  # no room for the next part
-                    ops.append(("settle", unit))
-    unused = set(range(units)) - set(order)
-    ops += [("pass", unit) for unit in sorted(unused) if own.random() < 0.7]
+    for _ in range(own.choice((1, 1, 2, 3))):
+        for is_backward in (False, True):
+            phase = order[::-1] if is_backward else order
+            for place, unit in enumerate(phase):
+                ops.append(("need", unit))
+                ops += [("prefetch", later) for later in phase[place + 1 : place + 2 + own.randrange(2)]]
+                ops.append(("drop", unit))
+                if is_backward:
+                    ops += [("reduce", unit)] * own.choice((1, 1, 1, 2))
+                    if full and own.random() < 0.3:  # no room for the next part
+                        ops.append(("settle", unit))
+        ops.append(("end", 0))
+        ops += [("read", unit) for unit in range(units) if own.random() < 0.2]
     return [*ops, ("step", 0)]
 
 
-def programs(seed: int, ranks: int, units: int, steps: list[int], *, equal: bool) -> list[Program]:
-    """One for each rank; rank r makes ``steps[r]`` steps and then joins."""
+def programs(
+    seed: int, ranks: int, units: int, steps: list[int], *, equal: bool = False, full: bool = True
+) -> list[Program]:
+    """One for each rank; rank r makes ``steps[r]`` steps and then joins. ``full``: sometimes there is no room."""
     found = []
     for rank in range(ranks):
         dice, own = random.Random(seed), random.Random(seed if equal else hash((seed, rank)))
         ops = []
         for step in range(steps[rank]):
-            ops += one_step(step, units, dice, own, barrier=step < min(steps))
+            ops += one_step(step, units, dice, own, barrier=step < min(steps), full=full)
         found.append([*ops, ("join", 0)])
     return found
 
@@ -81,7 +84,7 @@ SIZES = st.integers(2, 4).flatmap(
 @given(SEEDS, SIZES, st.sampled_from((0.0, 0.05, 0.5)))
 def test_programs_that_differ_all_finish_and_launch_in_one_order(seed, sizes, impatience):
     ranks, units, steps = sizes
-    world = World(programs(seed, ranks, units, steps, equal=False), seed, impatience)
+    world = World(programs(seed, ranks, units, steps), seed, impatience)
     assert world.run()
     assert all(rank.launched == world.ranks[0].launched for rank in world.ranks)
     assert all(rank.rounds.steps == max(steps) for rank in world.ranks)
@@ -94,10 +97,46 @@ def test_neither_speed_nor_nudges_change_a_sum(seed, sizes, first, second):
     ranks, units, steps = sizes
     sums = []
     for schedule, impatience in ((first, 0.0), (second, 0.5)):
-        world = World(programs(seed, ranks, units, steps, equal=False), schedule, impatience)
+        world = World(programs(seed, ranks, units, steps), schedule, impatience)
         assert world.run()
         sums.append(world.sums())
     assert sums[0] == sums[1]
+
+
+def in_rank_order(program: Program) -> list[dict[int, list[int]]]:
+    """By step and unit: of which backward each part of a rank is."""
+    found: list[dict[int, list[int]]] = [{}]
+    backward = 0
+    for operation, unit in program:
+        if operation == "reduce":
+            found[-1].setdefault(unit, []).append(backward)
+        backward += operation == "end"
+        if operation == "step":
+            found.append({})
+            backward = 0
+    return found
+
+
+@settings(max_examples=100)
+@given(SEEDS, SIZES, SEEDS)
+def test_parts_are_added_by_backward_and_rank_and_who_reads_a_sum_gets_all_of_it(seed, sizes, schedule):
+    ranks, units, steps = sizes
+    said = programs(seed, ranks, units, steps, full=False)
+    world = World(said, schedule, 0.1)
+    assert world.run()
+    parts = [in_rank_order(program) for program in said]
+    for step, found in enumerate(world.sums()[: max(steps)]):
+        for unit in range(units):
+            of_ranks = [one[step].get(unit, []) if step < len(one) else [] for one in parts]
+            wanted = []
+            for backward in range(3):
+                counts = [found.count(backward) for found in of_ranks]
+                wanted += [tuple(r for r in range(ranks) if counts[r] > place) for place in range(max(counts))]
+            assert found.get(unit, []) == wanted
+    for rank in world.ranks:
+        for step, unit, ended, reduced in rank.reads:
+            of_ranks = [one[step].get(unit, []) if step < len(one) else [] for one in parts]
+            assert reduced >= sum(backward < ended for found in of_ranks for backward in found)
 
 
 @settings(max_examples=100)
@@ -122,7 +161,7 @@ def test_an_evaluation_on_one_rank_needs_nudges(schedule):
 def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
     """A rank that says ``want``."""
     rounds = Rounds(rank, world_size, lambda _: None)
-    if want.kind in (GATHER, REDUCE, PASS):
+    if want.kind in (GATHER, REDUCE):
         rounds.post(want)
         rounds.enter()
     elif want.kind is WantKind.FAILED:
@@ -143,10 +182,7 @@ def ready(rank: int, want: Want, world_size: int = 2) -> Rounds:
         ([Want(REDUCE, 0)] * 2, RoundOutcome((Payload(REDUCE, 0, (0, 1)),))),
         ([Want(REDUCE, 0), NOTHING], RoundOutcome()),
         ([Want(REDUCE, 0), STEP], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
-        ([Want(REDUCE, 0), Want(PASS, 0)], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
-        ([Want(PASS, 0), Want(REDUCE, 0)], RoundOutcome((Payload(REDUCE, 0, (1,)),))),
-        ([Want(PASS, 0), Want(PASS, 0)], RoundOutcome()),
-        ([Want(PASS, 0), Want(REDUCE, 1)], RoundOutcome()),
+        ([Want(REDUCE, 0), Want(REDUCE, 1)], RoundOutcome()),
         ([Want(REDUCE, 0), JOIN], RoundOutcome((Payload(REDUCE, 0, (0,)),))),
         ([STEP, STEP], RoundOutcome(met=WantKind.STEP)),
         ([JOIN, STEP], RoundOutcome(met=WantKind.STEP, joined=(0,))),
@@ -188,16 +224,21 @@ def test_parts_wait_for_the_slow_rank():
     assert not rounds.is_pending(Want(REDUCE, 5))
 
 
-def test_a_rank_without_a_part_is_not_waited_for_and_its_next_part_is_of_the_next_reduction():
-    rounds = ready(0, Want(PASS, 5))
-    assert rounds.take([Want(PASS, 5), NOTHING]) == RoundOutcome()
-    assert rounds.is_pending(Want(PASS, 5))
-    rounds.post(Want(REDUCE, 5))
-    rounds.enter()
-    assert rounds.take([Want(REDUCE, 5), Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (1,)),))
+def test_a_rank_that_has_ended_a_backward_is_not_waited_for_and_its_next_part_is_of_the_next_one():
+    rounds = Rounds(0, 2, lambda _: None)
+    rounds.end_backward()
+    assert rounds.awaits_parts(5) and rounds.awaits_parts(5, ended=False)
     rounds.answer()
-    assert rounds.take([NOTHING, Want(REDUCE, 5)]) == RoundOutcome((Payload(REDUCE, 5, (0, 1)),))
-    assert not rounds.is_pending(Want(PASS, 5))
+    assert rounds.take([NOTHING, Want(REDUCE, 5)], [1, 0]) == RoundOutcome((Payload(REDUCE, 5, (1,)),))
+    assert rounds.awaits_parts(5) and not rounds.awaits_parts(5, ended=False), "it may have another one"
+    rounds.post(Want(REDUCE, 5))
+    rounds.end_backward()
+    rounds.enter()
+    another = Payload(REDUCE, 5, (1,), is_more=True)
+    assert rounds.take([Want(REDUCE, 5, 1), Want(REDUCE, 5)], [2, 0]) == RoundOutcome((another,))
+    rounds.answer()
+    assert rounds.take([NOTHING, NOTHING], [2, 2]) == RoundOutcome((Payload(REDUCE, 5, (0,)),))
+    assert not rounds.is_pending(Want(REDUCE, 5)) and not rounds.awaits_parts(5)
 
 
 def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
@@ -205,6 +246,8 @@ def test_parts_that_all_wait_for_each_other_are_added_as_they_are():
     rounds.take([Want(REDUCE, 1), Want(REDUCE, 2), Want(REDUCE, 1)])
     rounds.rest(Want(WantKind.WAIT))
     assert rounds.take([WAIT, NOTHING, WAIT]) == RoundOutcome()
+    rounds.rest(Want(WantKind.WAIT))
+    assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome(), "who reads may have waited for the last rank only"
     rounds.rest(Want(WantKind.WAIT))
     partial = (Payload(REDUCE, 1, (0, 2), is_partial=True), Payload(REDUCE, 2, (1,), is_partial=True))
     assert rounds.take([WAIT, WAIT, STEP]) == RoundOutcome(partial)
@@ -229,11 +272,12 @@ def test_who_has_no_room_gets_it_from_sums_that_nobody_reads_first():
     rounds.post(Want(REDUCE, 2))
     rounds.enter()
     assert rounds.take([Want(REDUCE, 2), Want(WantKind.WAIT, 1 + 2, WaitFor.ROOM)]) == RoundOutcome()
-    both = (Payload(REDUCE, 1, (0,), is_partial=True), Payload(REDUCE, 2, (0,), is_partial=True))
+    both = (Payload(REDUCE, 1, (0,), is_partial=True), Payload(REDUCE, 2, (0,), is_partial=True, is_more=True))
     rounds.rest(reads)
     assert rounds.take([reads, Want(WantKind.WAIT, 1 + 3, WaitFor.ROOM)]) == RoundOutcome(both[1:])
     rounds.rest(reads)
-    assert rounds.take([reads, Want(WantKind.WAIT, 1 + 3, WaitFor.ROOM)]) == RoundOutcome(both[:1]), "else nobody goes on"
+    last = rounds.take([reads, Want(WantKind.WAIT, 1 + 3, WaitFor.ROOM)])
+    assert last == RoundOutcome(both[:1]), "else nobody goes on"
 
 
 def test_who_has_not_asked_yet_takes_nothing():

@@ -11,11 +11,12 @@ IN_MEMORY: dict[str, Any] = {"host_budget": "64MiB"}
 
 
 def test_programs_that_differ_train_as_one(tmp_path: Path) -> None:
-    """Layers that some ranks leave out; contributions that wait for ranks that begin later; what one rank does between
-    steps."""
+    """Layers that some ranks leave out, or whose gradients come in parts; contributions that wait for ranks that begin
+    later; what one rank does between steps."""
     later = {"host_budget": "2200KiB", "nvme_budget": "64MiB"}
     jobs = [
         *(Job(uneven="layer drop", micro_batches=count, config=IN_MEMORY, steps=5) for count in (1, 2)),
+        Job("gpt-pairs", uneven="pairs", micro_batches=3, steps=3, config=later),
         Job(uneven="turns", before_step="turns", steps=2, config=later),
         *(Job(between_steps=between, config=IN_MEMORY) for between in ("evaluation", "looks", "edits")),
     ]

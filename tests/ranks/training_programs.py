@@ -41,6 +41,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "t5": t5,
     "gpt-tiles": lambda: tiled(TinyGPT(dropout=0.0), 12288, ["mlp"]),
+    "gpt-pairs": lambda: Pairs(),
     "llama-tiles": lambda: tiled(small_llama(), 4096),
 }
 
@@ -127,11 +128,53 @@ class Ordered(nn.Module):
         return model.head(model.norm(x))
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor, half: int) -> Tensor:
+        return x + torch.tanh(self.halves[half](x))
+
+
+class Pairs(nn.Module):
+    """Units that are used in the first half of forward, and again in the second, the last one first: so backward is in
+    the middle of all of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.pairs = nn.ModuleList(Pair() for _ in range(6))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, tokens: Tensor, used: Sequence[int] = tuple(range(6))) -> Tensor:
+        x = self.embedding(tokens)
+        for number, half in [*((n, 0) for n in used), *((n, 1) for n in reversed(used))]:
+            x = self.pairs[number](x, half)
+        return self.head(x)
+
+
+class Some(nn.Module):
+    """Some units of ``Pairs``."""
+
+    def __init__(self, model: nn.Module, used: Sequence[int]) -> None:
+        super().__init__()
+        self.model, self.used = [model], used  # in a list: it is no child
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model[0](tokens, self.used)
+
+
 def leave_a_layer_out(model: nn.Module, step: int, reader: int) -> nn.Module:
     """Rank 1 leaves a block out in every second step, all ranks leave one out in the third."""
     if step == 2:
         return Ordered(model, (0, 2, 3))
     return Ordered(model, (0, 1, 3)) if reader == 1 and step % 2 else model
+
+
+def leave_pairs_out(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """Rank 1 uses two of the units whose gradients come in two parts, and so announces less often than rank 0 does."""
+    return Some(model, (2, 5)) if reader == 1 else model
 
 
 def turn_round(model: nn.Module, step: int, reader: int) -> nn.Module:
@@ -151,6 +194,7 @@ def begin_late(model: nn.Module, step: int, reader: int) -> nn.Module:
 UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
     "layer drop": leave_a_layer_out,
     "other order": turn_round,
+    "pairs": leave_pairs_out,
     "turns": begin_late,
 }
 

@@ -1,9 +1,9 @@
 """Ranks that run programs against `ranks.rounds.Rounds` under a random scheduler: no threads, no torch, no time.
 
 A program is a list of (operation, unit). ``need`` waits for a unit's bytes, ``prefetch`` asks for them, ``drop``
-forgets them, ``reduce`` announces a part, ``pass`` none, ``settle`` waits until this rank's parts of a unit are
-reduced, ``barrier`` is a collective of the program itself (it ends when all ranks are in it), ``step`` and ``join`` are
-what they are.
+forgets them, ``reduce`` announces a part, ``end`` ends a backward, ``settle`` waits until this rank's parts of a unit
+are reduced because it has no room for more, ``read`` until all ranks' parts are, ``barrier`` is a collective of the
+program itself (it ends when all ranks are in it), ``step`` and ``join`` are what they are.
 Messages of a round arrive at every rank at another time, and a payload is over when all ranks have launched it.
 """
 
@@ -13,7 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 
-from deepoffload.ranks.rounds import Payload, Rounds, Want, WantKind
+from deepoffload.ranks.rounds import Payload, Rounds, WaitFor, Want, WantKind
 
 Op = tuple[str, int]
 Program = Sequence[Op]
@@ -24,16 +24,18 @@ class SimulatedRank:
 
     def __init__(self, world: World, index: int, program: Program) -> None:
         self.world, self.index, self.program = world, index, program
-        self.rounds = Rounds(
-            index, len(world.programs), lambda want: world.said[self.rounds.counts.rounds].__setitem__(index, want)
-        )
+        self.rounds = Rounds(index, len(world.programs), self._say)
         self.at = 0
         self.launched: list[Payload] = []
         self.asked: set[int] = set()
         self.present: dict[int, int] = {}  # which payload brings, or brought, a unit's bytes
         self.met: WantKind | None = None
         self.waits = False  # in one of our waits; else its program is elsewhere
+        self.reads: list[tuple[int, int, int, int]] = []  # step, unit, backwards that have ended, reduced parts
         self.steps_reduced: list[list[tuple[int, tuple[int, ...]]]] = [[]]
+
+    def _say(self, want: Want) -> None:
+        self.world.said[self.rounds.counts.rounds][self.index] = want, self.rounds.ended
 
     @property
     def done(self) -> bool:
@@ -48,8 +50,8 @@ class SimulatedRank:
         self.rounds.enter()
         return before != (self.rounds.counts.rounds, self.rounds.asked)
 
-    def _take(self, wants: list[Want]) -> None:
-        outcome = self.rounds.take(wants)
+    def _take(self, said: list[tuple[Want, int]]) -> None:
+        outcome = self.rounds.take([want for want, _ in said], [ended for _, ended in said])
         assert not outcome.failed and not outcome.apart
         for payload in outcome.payloads:
             self.launched.append(payload)
@@ -75,8 +77,10 @@ class SimulatedRank:
             self.asked.add(unit)
             self.rounds.post(Want(WantKind.GATHER, unit))
             moved = True
-        if operation in ("reduce", "pass"):
-            self.rounds.post(Want(WantKind.REDUCE if operation == "reduce" else WantKind.PASS, unit))
+        if operation == "reduce":
+            self.rounds.post(Want(WantKind.REDUCE, unit))
+        if operation == "end":
+            self.rounds.end_backward()
         if operation == "drop":
             self.present.pop(unit, None)
         self.waits = not self._is_over(operation, unit)
@@ -88,8 +92,14 @@ class SimulatedRank:
         if operation == "settle":
             if not self.rounds.is_pending(Want(WantKind.REDUCE, unit)):
                 return True
-            self.rounds.rest(Want(WantKind.WAIT))
+            self.rounds.rest(Want(WantKind.WAIT, 1 + unit, WaitFor.ROOM))
             return False
+        if operation == "read":
+            if self.rounds.awaits_parts(unit):
+                self.rounds.rest(Want(WantKind.WAIT, 1 + unit, WaitFor.ALL_PARTS))
+                return False
+            reduced = sum(len(ranks) for found, ranks in self.steps_reduced[-1] if found == unit)
+            self.reads.append((self.rounds.steps, unit, self.rounds.backwards, reduced))
         if operation in ("step", "join"):
             own = WantKind.STEP if operation == "step" else WantKind.JOIN
             met, self.met = self.met, None
@@ -122,7 +132,7 @@ class World:
     def __init__(self, programs: Sequence[Program], seed: int, impatience: float = 0.0, nudging: bool = True) -> None:
         self.programs, self.impatience, self.nudging = programs, impatience, nudging
         self.dice = random.Random(seed)
-        self.said: defaultdict[int, dict[int, Want]] = defaultdict(dict)
+        self.said: defaultdict[int, dict[int, tuple[Want, int]]] = defaultdict(dict)
         self._in_barrier: defaultdict[int, set[int]] = defaultdict(set)
         self.ranks = [SimulatedRank(self, index, program) for index, program in enumerate(programs)]
         self._speed = [self.dice.choice((1, 3, 10)) for _ in programs]

@@ -1,0 +1,66 @@
+"""What there is of each unit's contributions, by unit and by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepoffload.copies.rank_link import late_index
+from deepoffload.memory.block import Block
+from deepoffload.optim.contribution import ContributionPlan
+from deepoffload.optim.contribution_layout import ContributionLayout
+from deepoffload.optim.lands import trained_of
+from deepoffload.params.shards import ShardLayout
+from deepoffload.params.unit import ParamHandle, Unit
+
+
+class ContributionPlans:
+    """The plans of one rank, whose number is ``rank``."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._plans: dict[int, ContributionPlan] = {}
+        self._plan_of: dict[ParamHandle, ContributionPlan] = {}
+
+    def __iter__(self) -> Iterator[ContributionPlan]:
+        return iter(tuple(self._plans.values()))
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._plans
+
+    def get(self, index: int) -> ContributionPlan | None:
+        """The plan that all ranks know by this number."""
+        return self._plans.get(index)
+
+    def of(self, handle: ParamHandle) -> ContributionPlan:
+        """The plan of a parameter."""
+        return self._plan_of[handle]
+
+    def of_unit(self, unit: Unit) -> list[ContributionPlan]:
+        """The plan of a unit, and that of its parameters that were unfrozen later."""
+        return [self._plans[index] for index in (unit.index, late_index(unit.index)) if index in self._plans]
+
+    def add(self, index: int, unit: Unit, block: Block, gradients: ShardLayout) -> ContributionPlan:
+        """Plan for the parameters whose gradients land in ``block``. None of them is expected yet."""
+        handles = trained_of(block)
+        numbers = {handle: number for number, handle in enumerate(handles)}
+        layout = ContributionLayout(gradients, [handle.dtype for handle in handles], self._rank)
+        self._plans[index] = plan = ContributionPlan(index, unit, block, layout, numbers, frozenset())
+        self._plan_of.update(dict.fromkeys(handles, plan))
+        return plan
+
+    def drop(self, index: int) -> None:
+        """Forget a plan, if there is one."""
+        plan = self._plans.pop(index, None)
+        for handle in () if plan is None else plan.numbers:
+            del self._plan_of[handle]
+
+    def largest_bytes(self) -> int:
+        """The size of the largest part that another rank takes of a contribution."""
+        return max((plan.layout.part_nbytes for plan in self), default=0)
+
+    def end_of_step(self) -> None:
+        """From now on those gradients are expected that came in this step."""
+        for plan in self:
+            plan.spans |= plan.was_cut
+            if plan.came:
+                plan.expected, plan.came = frozenset(plan.came), set()
