@@ -32,7 +32,6 @@ from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.joint_task import JointTasks
 from deepoffload.ranks.leaving import text_of
 from deepoffload.ranks.limited_store import ANSWERS_WITHIN_S, LimitedStore
-from deepoffload.ranks.links import own_client
 from deepoffload.ranks.notices import Notices
 from deepoffload.ranks.round_runner import PayloadFlight
 from deepoffload.ranks.rounds import Payload, WaitFor, Want, WantKind
@@ -181,7 +180,7 @@ class RankLink:
         self._sums = group.new_private_group("sums")
         self._closed = self._ended = False
         self.rounds = RoundService(
-            group.store("rounds"),
+            group.client("rounds"),
             self.ranks.rank,
             self.ranks.world_size,
             self._launch,
@@ -196,9 +195,9 @@ class RankLink:
             ready_at_launch=exchange.ready_at_launch,
         )
         answers_within_s = min(ANSWERS_WITHIN_S, timeout_s)
-        store = LimitedStore(own_client(group.store("notices")), answers_within_s)
+        store = LimitedStore(group.client("notices"), answers_within_s)
         self.notices = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
-        store = LimitedStore(own_client(group.store("tasks")), answers_within_s)
+        store = LimitedStore(group.client("tasks"), answers_within_s)
         waiting = Notices(store, self.rounds, self.ranks.world_size, self._has_gone, timeout_s)
         self.tasks = JointTasks(store, waiting, self.ranks.rank, self.ranks.world_size)
 

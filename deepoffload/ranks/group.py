@@ -59,6 +59,7 @@ class RankGroup:
         self._device_backend = _backends(parent).get(device.type, "gloo")
         _openings().come(self._members, timeout_s)
         self._control = self.new_private_group("control")
+        self._client = own_client(self._control.get_group_store())
         rank = dist.get_rank(self._control)
         self.ranks = RankMap(rank, tuple(range(len(self._members))))
         places = self.gather_objects(this_place(launch), "telling hosts apart")
@@ -99,6 +100,11 @@ class RankGroup:
     def store(self, purpose: str) -> dist.Store:
         """What all ranks can read and write: keys that only ``purpose`` uses."""
         return dist.PrefixStore(purpose, self._control.get_group_store())
+
+    def client(self, purpose: str) -> dist.Store:
+        """The same by a connection of our own, for calls that wait for no key. All purposes share it: to connect takes
+        seconds where the host of the store asks a name server that does not answer."""
+        return dist.PrefixStore(purpose, self._client)
 
     def elsewhere(self) -> WaitsAcrossModels:
         """Of all models of these ranks together."""

@@ -23,7 +23,8 @@ class LimitedStore:
     """The calls of a store that ranks use. After one that has failed all raise LinkError at once.
 
     Args:
-        store: nobody else uses this connection. One call at a time goes through it: none of these waits for a key.
+        store: a connection of which all users make these calls only. One at a time goes through it: none waits for a
+            key.
         limit_s: how long a call may take.
     """
 

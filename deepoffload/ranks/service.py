@@ -38,7 +38,7 @@ from deepoffload.ranks.collectives import LinkError
 from deepoffload.ranks.common_error import CommonError
 from deepoffload.ranks.elsewhere import WaitsAcrossModels
 from deepoffload.ranks.leaving import at_exit_of, await_first_end, call_at_exit, text_of
-from deepoffload.ranks.links import NudgeLink, RoundLink, own_client
+from deepoffload.ranks.links import NudgeLink, RoundLink
 from deepoffload.ranks.recording import RankRecorder
 from deepoffload.ranks.roll_call import RollCall
 from deepoffload.ranks.round_runner import Launch, PayloadFlight, RoundRunner, Waitable
@@ -119,7 +119,7 @@ class RoundService:
             raise RankError(f"rank {rank} at the start of rounds: {error}") from error
         self._runner = RoundRunner(self._link, rank, world_size, launch, self._recorder, ready_at_launch)
         roll_call = RollCall(
-            own_client(store),
+            store,
             rank,
             world_size,
             lambda other: self._sleeper.alarm(other),

@@ -181,7 +181,7 @@ def over_a_transport(transport: str) -> tuple[bool, bool, int]:
             flights.append(exchange.send_parts(part, reduction, scratch, "blocks.0"))
         return flights[-1]
 
-    service = RoundService(group.store("rounds"), rank, world_size, launch, str, timeout_s=LONG_S)
+    service = RoundService(group.client("rounds"), rank, world_size, launch, str, timeout_s=LONG_S)
     if rank == 0:
         service.post(Want(WantKind.GATHER))
         service.wait_launched(Want(WantKind.GATHER))
