@@ -225,20 +225,20 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _count(text: str) -> int:
-    """A whole number from 1; 7B, 350M and 1e9 are understood."""
+def _count(text: str, least: int = 1) -> int:
+    """A whole number from 1, or from ``least``; 7B, 350M and 1e9 are understood."""
     factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
     try:
         value = float(text[:-1] if factor > 1 else text) * factor
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 1 <= value < 1e18 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not least <= value < 1e18 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(value)
 
 
 def _number(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return _count(text, least=0)
 
 
 def _bytes(text: str) -> int:

@@ -44,6 +44,7 @@ from tests.estimate.test_command import MACHINE, SMALL
         (["--plot-efficiency", "a.png", "--json"], "--json is about a model: say one"),
         ([*SMALL, "--tune", "a", "--transport", "group"], "--transport is what --tune chooses, or what its file says"),
         (["--config", "b", "--tune", "a", "--machine", "c", "--runs", "2"], "--runs is about this machine"),
+        (["--config", "b", "--tune", "a", "--runs", "-1"], "'-1' is not a whole number of at least 0"),
         (["--model", "a:b", "--tune", "a", "--arithmetic"], "--arithmetic is about the sizes"),
         (["--zero-infinity", "--plot-efficiency", "curve.txt"], "--plot-efficiency"),
         ([*SMALL, "--device-budget", "1GiB"], "--device-budget is that of a device: describe it with --machine"),
