@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from deepoffload.config import Config, StepOverlap
 from deepoffload.copies.accelerator import ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.rank_link import RankLink
-from deepoffload.errors import PlacementError, UsageError
+from deepoffload.errors import PlacementError, RankError, UsageError
 from deepoffload.io.swap_files import check_paths
 from deepoffload.memory.arena import Arena
 from deepoffload.memory.lock import SHIELD
@@ -419,9 +419,9 @@ class Engine:
                 self.durability.finish()
 
     def _leave_ranks(self) -> None:
-        """End together with the other ranks. While an error is on its way out they do not come here: tell them."""
+        """End together with the other ranks. An error on its way out is told to them, and what they tell is not it."""
         group, failure = self.agreement.group, failure_under_way(self._error_before)
-        with ExitStack() as last:
+        with suppress(*() if failure is None else (RankError,)), ExitStack() as last:
             if group is not None:
                 last.callback(group.close)
             if self.link is not None:

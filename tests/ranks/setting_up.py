@@ -193,20 +193,27 @@ def wait_for(over: Callable[[], bool]) -> bool:
     return over()
 
 
-def fail_between_steps() -> str:
-    """An error of the program closes the engine of rank 1, as a program does that cleans up."""
-    model, engine = build()
+def fail_between_steps() -> tuple[str, str]:
+    """An error of the program closes the engine of rank 1, as a program does that cleans up. Rank 0 trains on; with
+    another model it has an error of its own, half a second later."""
+    found = []
+    for trains_on in (True, False):
+        model, engine = build()
 
-    def run() -> None:
-        try:
-            train(model, 2)
-            if rank() == 1:
-                raise ValueError("the batch is empty")
-            train(model, 2)
-        finally:
-            engine.close()
+        def run(model: nn.Module = model, engine: Any = engine, trains_on: bool = trains_on) -> None:
+            try:
+                train(model, 2)
+                if rank() == 1:
+                    raise ValueError("the batch is empty")
+                if not trains_on:
+                    time.sleep(0.5)  # its thread hears of the other one
+                    raise ValueError("the batch is torn")
+                train(model, 2)
+            finally:
+                engine.close()
 
-    return error_of(run)
+        found.append(error_of(run))
+    return found[0], found[1]
 
 
 def be_an_engine() -> dict[str, Any]:

@@ -107,9 +107,10 @@ def test_what_is_closed_or_forgotten_leaves_nothing_and_the_end_of_the_process_c
 
 def test_an_error_that_closes_one_engine_reaches_the_others() -> None:
     first, second = (ended for ended in run_ranks(programs.fail_between_steps, 2))
-    assert second.value == "ValueError: the batch is empty"
-    assert first.value.startswith("RankError: rank 1 has failed at"), first
-    assert "its engine was closed by ValueError: the batch is empty" in first.value
+    assert second.value == ("ValueError: the batch is empty",) * 2
+    assert first.value[0].startswith("RankError: rank 1 has failed at"), first
+    assert "its engine was closed by ValueError: the batch is empty" in first.value[0]
+    assert first.value[1] == "ValueError: the batch is torn", "its own error is not replaced"
     assert first.seconds < SOON_S
 
 
