@@ -195,7 +195,7 @@ def wait_for(over: Callable[[], bool]) -> bool:
 
 def fail_between_steps() -> tuple[str, str]:
     """An error of the program closes the engine of rank 1, as a program does that cleans up. Rank 0 trains on; with
-    another model it has an error of its own, half a second later."""
+    another model it has another error, half a second later."""
     found = []
     for trains_on in (True, False):
         model, engine = build()
