@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_block_inputs_leave(paging: Paging, name: str, setting: Setting) -> None
     model = paged(paging, MODELS[name], setting, key=f"{name} behind checkpoints", **ON_NVME)
     got = train(model, deepoffload.CPUAdamW(model.parameters(), **LEARNING), steps=5)
     assert_same_bits(vars(expected), vars(got))
+    gc.collect()  # once in a full run, a part of the last graph was still there
     found, layers = stats(model), 4 if name.startswith("gpt") else len(model.model.layers)
     assert found["activations_taken"] == 5 * layers
     assert found["activation_bytes"] == found["activation_host_bytes"] == 0, "backward has used all of them"
