@@ -53,8 +53,8 @@ class ContributionPlan:
         expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
         open: what is being filled.
         posted: what has been announced and not been launched, in order.
-        was_cut: in this step, a rank had several parts in one backward. spans: in a step before: gradients of other
-            units come in between.
+        was_cut: a rank has had several parts in one backward. spans: it had them in a step before this one, so
+            gradients of other units come in between.
     """
 
     index: int

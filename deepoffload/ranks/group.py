@@ -97,13 +97,9 @@ class RankGroup:
         self._private.append(group)
         return group
 
-    def store(self, purpose: str) -> dist.Store:
-        """What all ranks can read and write: keys that only ``purpose`` uses."""
-        return dist.PrefixStore(purpose, self._control.get_group_store())
-
     def client(self, purpose: str) -> dist.Store:
-        """The same by a connection of our own, for calls that wait for no key. All purposes share it: to connect takes
-        seconds where the host of the store asks a name server that does not answer."""
+        """What all ranks can read and write: keys that only ``purpose`` uses. By a connection of our own that all
+        purposes share, as it may take seconds to make one. So no call waits for a key, once the model trains."""
         return dist.PrefixStore(purpose, self._client)
 
     def elsewhere(self) -> WaitsAcrossModels:

@@ -230,11 +230,6 @@ class RoundService:
         """How often all ranks have met, at steps and elsewhere. The same on all ranks at one place of the program."""
         return self._runner.rounds.meetings
 
-    def is_pending(self, want: Want) -> bool:
-        """Whether what this rank has posted has still to be launched."""
-        with self._lock:
-            return self._runner.rounds.is_pending(want)
-
     def meet(self, kind: WantKind, unit: int = 0, content: int = 0) -> WantKind:
         """Wait at STEP, JOIN, CLOSE or EDIT (of ``unit``) until all ranks are there, and serve them until then.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from deepoffload.errors import DeepOffloadError, RankError, UsageError
 from deepoffload.ranks.group import RankGroup
+from deepoffload.ranks.leaving import text_of
 from deepoffload.ranks.notices import kind_of
 
 
@@ -99,15 +100,15 @@ class Agreement:
         if self.group is None or self._failure is not None:
             return
         try:
-            self._gather(_Said(error=(type(error).__name__, what, text_of(error))), what)
+            self._gather(_Said(error=(type(error).__name__, what, told_of(error))), what)
         except RankError:
             pass  # they are gone; what is raised here says what has happened first
         self._failure = error
 
 
-def text_of(error: Exception) -> str:
-    """What other ranks are told of it."""
-    return f"{error}" if isinstance(error, DeepOffloadError) else f"{type(error).__name__}: {error}"
+def told_of(error: Exception) -> str:
+    """What other ranks are told of it, who raise one of the same class where it is one of ours."""
+    return f"{error}" if isinstance(error, DeepOffloadError) else text_of(error)
 
 
 def first_difference(everybody: list[list[tuple[str, str]]]) -> str:

@@ -419,7 +419,7 @@ class Engine:
                 self.durability.finish()
 
     def _leave_ranks(self) -> None:
-        """End together with the other ranks. An error on its way out is told to them, and what they tell is not it."""
+        """End together with the other ranks. They are told of an error on its way out, and theirs do not replace it."""
         group, failure = self.agreement.group, failure_under_way(self._error_before)
         with suppress(*() if failure is None else (RankError,)), ExitStack() as last:
             if group is not None:

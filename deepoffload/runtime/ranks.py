@@ -13,7 +13,7 @@ import torch
 from deepoffload.config import Config
 from deepoffload.errors import ConfigError, DeepOffloadError, UsageError
 from deepoffload.ranks.group import RankGroup, default_world_size, open_group, tell_failure, world_size_of
-from deepoffload.runtime.agreement import text_of
+from deepoffload.runtime.agreement import told_of
 from deepoffload.runtime.announce import announce
 from deepoffload.runtime.device import CPU, device_of
 
@@ -121,7 +121,7 @@ class RankChoice:
     def _tell(self, error: Exception, what: str) -> DeepOffloadError | None:
         """Returns what the others raise; None where all have failed alike, or nobody hears it."""
         log.error("%s failed, which the other ranks are told (within %g s): %s", what, HEARD_WITHIN_S, error)
-        said = type(error).__name__, what, text_of(error)
+        said = type(error).__name__, what, told_of(error)
         # Where the ranks compute may not be known yet.
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         with suppress(DeepOffloadError):  # they do not come; what is raised here says what has happened first

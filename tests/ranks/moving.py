@@ -188,7 +188,7 @@ def stay_away(transport: str, timeout_s: float) -> None:
         try:
             exchange.gather(shard, whole, "layer 1").wait()
         finally:
-            say(group.store("the test"), "rank 0 has given up")
+            say(group.client("the test"), "rank 0 has given up")
 
 
 def wait_for_a_stopped_rank(transport: str, timeout_s: float) -> float:
@@ -223,7 +223,7 @@ def wait_for_a_slow_rank(transport: str) -> None:
         flight = exchange.gather(torch.full((1 << 16,), 1.0 + group.ranks.rank), whole, "layer 0")
         if group.ranks.rank == 0:
             assert not flight.ready_within(0.3) and not flight.ready()
-            say(group.store("the test"), "rank 0 has waited")
+            say(group.client("the test"), "rank 0 has waited")
         assert flight.ready_within(SOON_S) and flight.ready()
         flight.release()
         assert whole.tolist() == [1.0] * (1 << 16) + [2.0] * (1 << 16)
@@ -262,7 +262,7 @@ def keep_a_group() -> float:
     private = group.new_private_group("a test")
     meet(group)
     begin = time.monotonic()
-    store, waits = group.store("the test"), group.ranks.rank == 1
+    store, waits = group.client("the test"), group.ranks.rank == 1
     if waits:
         wait_for(group, "rank 0 has dropped it")
     else:
@@ -308,7 +308,7 @@ def say(store: dist.Store, what: str) -> None:
 
 
 def wait_for(group: RankGroup, what: str) -> None:
-    group.store("the test").wait([what], timedelta(seconds=LONG_S))
+    group.client("the test").wait([what], timedelta(seconds=LONG_S))
 
 
 def offer_something_else(transport: str) -> None:
