@@ -65,10 +65,11 @@ def report_training(said: argparse.Namespace) -> None:
             f"{name:40} time {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})  CPU {cpu:.2f}"
             f"  memory {memory:.2f}"
         )
-    for name, ratio in report["of_bound"].items():
+    for name, kinds in report["of_bound"].items():
+        time = kinds["time"]
         print(
-            f"{name:40} of max(memory, bytes / disk) {ratio['median']:.2f} "
-            f"({ratio['lowest']:.2f} to {ratio['highest']:.2f})"
+            f"{name:40} of max(memory, bytes / disk) {time['median']:.2f} ({time['lowest']:.2f} to "
+            f"{time['highest']:.2f}); its processor time alone {kinds['CPU']['median']:.2f}"
         )
     if said.json:
         Path(said.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

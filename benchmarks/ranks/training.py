@@ -167,34 +167,37 @@ def run(case: Case, work: Work, ranks: int, path: str, deepspeed_python: str | N
     }
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
 def ratios(rounds: Sequence[dict[str, dict[str, Any]]], what: str) -> dict[str, dict[str, float]]:
     """By pair, the median, least and largest of the rounds' ratios."""
     found = {}
     for ours, peer in RATIOS:
         values = [one[ours][what] / one[peer][what] for one in rounds if ours in one and peer in one]
         if values:
-            found[f"{ours} / {peer}"] = {
-                "median": statistics.median(values),
-                "lowest": min(values),
-                "highest": max(values),
-            }
+            found[f"{ours} / {peer}"] = spread(values)
     return found
 
 
-def of_bound(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def of_bound(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Steps that move bytes to and from the disk, as parts of max(step in memory, bytes / mixed rate of the disk).
 
-    Without the row "ours memory" the disk alone is the bound.
+    The step in memory is that of the same order of micro-batches. Without its row the disk alone is the bound.
+    ``"time"``: the step. ``"CPU"``: what its processor time alone takes with all cores busy, so that ``time`` can be no
+    less.
     """
-    found = {}
-    for name in {name: None for one in rounds for name, row in one.items() if "disk_bytes_per_s" in row}:
-        values = []
-        for one in (one for one in rounds if name in one):
-            disk_s = one[name]["disk_bytes"] / one[name]["disk_bytes_per_s"]
-            in_memory_s = one["ours memory"]["seconds"] if "ours memory" in one else 0.0
-            values.append(one[name]["seconds"] / max(disk_s, in_memory_s))
-        found[name] = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
-    return found
+    found: dict[str, dict[str, list[float]]] = {}
+    for one in rounds:
+        for name in (name for name, row in one.items() if "disk_bytes_per_s" in row):
+            row = one[name]
+            in_memory = one.get("ours memory vertical" if "vertical" in name else "ours memory", {"seconds": 0.0})
+            bound_s = max(row["disk_bytes"] / row["disk_bytes_per_s"], in_memory["seconds"])
+            values = found.setdefault(name, {"time": [], "CPU": []})
+            values["time"].append(row["seconds"] / bound_s)
+            values["CPU"].append(row["cpu_s"] / (os.cpu_count() or 1) / bound_s)
+    return {name: {what: spread(values) for what, values in kinds.items()} for name, kinds in found.items()}
 
 
 def with_disk_rate(disk: DiskRate, run_row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
