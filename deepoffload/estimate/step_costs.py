@@ -123,6 +123,9 @@ class StepCosts:
         seconds = self._together * seconds + self._plan_s
         landings = self._landed(use)
         seconds += self._together * machine.landing_overhead_s * sum(count for _, count in landings)
+        if self._rank is not None:  # what the program itself takes to ask for whole copies and to announce its part
+            asked = len(use.units) * (use.phase is Phase.FORWARD) + self._together * len(landings)
+            seconds += asked * machine.round_overhead_s
         if machine.has_device:
             return seconds
         return seconds + self._together * sum(self._landing_s(unit, count) for unit, count in landings)
@@ -159,17 +162,17 @@ class StepCosts:
 
     def _landing_s(self, unit: int, count: int) -> float:
         """A pass over gradients: read what autograd made, write it to the block, or read, add and write. With several
-        ranks they are copied for the ranks that own them, and the link's rate has the rest.
+        ranks they are copied for the ranks that own them, at the rate of copies, and the link's rate has the rest.
 
         ``count``: of how many of the unit's parameters.
         """
         gradients = self._units[unit].gradients
         if gradients is None:
             return 0.0
-        touches, nbytes = 2 + self._again, self._content[gradients]
+        part = count / self._trained[unit]
         if self._rank is not None:
-            touches, nbytes = 2, self._rank.contribution_bytes[unit]
-        touched = nbytes * touches * count / self._trained[unit]
+            return 2 * self._rank.contribution_bytes[unit] * part / self._machine.device_bytes_per_s
+        touched = self._content[gradients] * (2 + self._again) * part
         return update_seconds(round(touched), self._bandwidths)
 
     def _update_s(self, use: StepUse) -> float:

@@ -19,6 +19,11 @@ from deepoffload.schedule.cost_model import LinkRates
 
 SHARD_BYTES, WHOLE_BYTES_MAX = 8 << 20, 64 << 20
 """Of what is gathered: as much as a rank has of a layer, and no more than this in all."""
+COLD_BYTES = 96 << 20
+"""In a step the bytes of a unit come from memory, not from the processor's caches: between two repeats so many others go
+through these, at least."""
+FEW_BYTES = 4096
+"""What ranks gather to begin at the same time."""
 REPEATS = 7
 WHAT = "a measurement of the link"
 
@@ -37,7 +42,8 @@ def measure_link(exchange: Exchange, num_threads: int = 1) -> LinkRates:
     numel = min(SHARD_BYTES, WHOLE_BYTES_MAX // world_size) // (2 * CHUNK_NUMEL) * CHUNK_NUMEL or CHUNK_NUMEL
     reduction = Reduction(tuple(range(world_size)), numel, torch.bfloat16)
     shard_bytes = reduction.part_bytes
-    sizes = (shard_bytes, world_size * shard_bytes, 4 * numel, exchange.scratch_bytes(reduction))
+    sizes = [shard_bytes, world_size * shard_bytes, 4 * numel, exchange.scratch_bytes(reduction)]
+    sizes.append(max(0, COLD_BYTES - sum(sizes)))
     moved = exchange.gather_bytes, exchange.part_bytes
     with HostMapping(sum(sizes)) as memory:
         rates = _measure(exchange, reduction, memory, sizes, num_threads)
@@ -48,14 +54,21 @@ def measure_link(exchange: Exchange, num_threads: int = 1) -> LinkRates:
 def _measure(
     exchange: Exchange, reduction: Reduction, memory: HostMapping, sizes: Sequence[int], num_threads: int
 ) -> LinkRates:
-    """``sizes``: of a shard, a whole copy, a sum and scratch memory, which lie in ``memory`` one after the other."""
+    """``sizes``: of a shard, a whole copy, a sum, scratch memory and what the caches are filled with. They lie in
+    ``memory`` one after the other."""
     everything = torch.frombuffer(memory.buffer, dtype=torch.uint8)
-    shard, whole, sums, scratch = (
+    shard, whole, sums, scratch, others = (
         everything[end - nbytes : end] for end, nbytes in zip(accumulate(sizes), sizes, strict=True)
     )
 
     def gather() -> None:
         flight = exchange.gather(shard, whole, WHAT)
+        flight.wait()
+        flight.release()
+
+    def meet() -> None:
+        others.fill_(1)
+        flight = exchange.gather(shard[:FEW_BYTES], whole[: exchange.ranks.world_size * FEW_BYTES], WHAT)
         flight.wait()
         flight.release()
 
@@ -66,9 +79,7 @@ def _measure(
         flight.release()
 
     from_others_bytes = (exchange.ranks.world_size - 1) * reduction.part_bytes
-    return LinkRates(
-        from_others_bytes / median_seconds(gather, REPEATS), from_others_bytes / median_seconds(reduce, REPEATS)
-    )
+    return LinkRates(*(from_others_bytes / median_seconds(call, REPEATS, meet) for call in (gather, reduce)))
 
 
 def _add_up(address: int, parts: list[Tensor], num_threads: int) -> None:
