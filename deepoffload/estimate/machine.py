@@ -46,7 +46,7 @@ class MachineSpec:
         op_overhead_s: of one operator's call.
         visit_overhead_s, landing_overhead_s, piece_overhead_s, plan_overhead_s: of deepoffload itself: per use of a
             unit, per parameter's gradient, per piece of optimizer state, and per event where something moves.
-        round_overhead_s: until ranks have agreed on a transfer.
+        round_overhead_s: until ranks have agreed on a transfer, and what a program takes to ask for one.
     """
 
     name: str = "described machine"
