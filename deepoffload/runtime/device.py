@@ -82,7 +82,8 @@ def find_accelerator(config: Config, ranks: RankMap | None = None) -> ComputeDev
     device = device_of(config)
     if device.type == "cpu":
         return CpuDevice() if config.debug.copies else None
-    if device.index is None and ranks is not None and ranks.world_size > 1:
+    is_chosen_here = device.index is None and torch.accelerator.is_available()
+    if is_chosen_here and ranks is not None and ranks.world_size > 1:
         launch = read_launch(os.environ)  # these ranks may be some of the host's processes, as along one axis of a mesh
         said = None if launch is None else launch.local_rank
         number = ranks.local_rank if said is None else said

@@ -101,6 +101,12 @@ def bring_a_wrapper_later() -> None:
     CPUAdamW(model.parameters(), lr=1e-2)
 
 
+def compute_where_there_is_nothing() -> None:
+    """Which of several devices is asked for, where there is none of that kind."""
+    with offload_context(host_budget="32MiB", device="xpu"):
+        mlp()
+
+
 def shard_by_torch() -> None:
     fully_shard(built(), mesh=init_device_mesh("cpu", (2,)))
 
@@ -163,6 +169,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "mesh": give_a_mesh_of_two_dimensions,
     "lokal": give_a_word_that_is_none,
     "local": give_a_group_and_none,
+    "no device": compute_where_there_is_nothing,
     "DTensor": have_a_sharded_parameter,
     "DistributedDataParallel": average_by_torch,
     "replicate": replicate_by_torch,

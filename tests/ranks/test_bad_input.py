@@ -7,6 +7,7 @@ from tests.support.rank_processes import values_of
 
 REFUSED = {
     "version": "ConfigError: the configuration differs between ranks: the version of deepoffload is ",
+    "no device": "ConfigError: device xpu is not available: torch",
     "DTensor": "UnsupportedError: 1.weight is a DTensor: a model that is sharded already can be paged for inference",
     "DistributedDataParallel": "UnsupportedError: DistributedDataParallel around a paged model would not average",
     "replicate": "UnsupportedError: the model is wrapped (DDPSequential). DistributedDataParallel around a paged model",
