@@ -129,20 +129,15 @@ def set_up(
     config_params: ConfigSource | None,
 ) -> tuple[TrainingEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
     """:func:`initialize` on the ranks of ``choice``."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
-    if mpu is not None:
-        refuse_cut_models("initialize", mpu)
-    if mesh_param is not None:
-        raise UnsupportedError("initialize: model parallelism (mesh_param) is not available; leave it out")
-    core = paging_engine(model)
-    source = config_source(args, config, config_params)
+    core = paging_engine(model) if isinstance(model, nn.Module) else None
     if core is not None and choice.is_said:
         raise UsageError(
             "initialize: the model was built in an offload_context, which says its ranks (group, mesh, ranks)"
         )
     world_size = choice.world_size if core is None else core.ranks.world_size
     with choice.telling("initialize()") if core is None else nullcontext():
+        model = _checked_model(model, mpu, mesh_param)
+        source = config_source(args, config, config_params)
         settings = parse_config(source, world_size=world_size, **choice.settings)
         if core is not None:
             warn_of_settings(settings)  # the engine has said those of its own configuration
@@ -291,6 +286,17 @@ def _clipping(config: Config, optimizer: Any) -> float:
         what = "initialize() clips to 1.0" if own is None and said is None else f"{asked} asks for it"
         raise ConfigError(f'step_overlap = "in_backward" cannot clip, and {what}; set gradient_clipping to 0')
     return clipping
+
+
+def _checked_model(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
+    """The model of ``initialize``. Raises UsageError, UnsupportedError: it is none, or one that is cut."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
+    if mpu is not None:
+        refuse_cut_models("initialize", mpu)
+    if mesh_param is not None:
+        raise UnsupportedError("initialize: model parallelism (mesh_param) is not available; leave it out")
+    return model
 
 
 def _check_before(

@@ -100,7 +100,8 @@ class RankChoice:
         if self.world_size == 1:
             _refuse_unknown_meeting()
             return None
-        device = device_of(config)
+        with self.telling("reading the configuration"):
+            device = device_of(config)
         opened = open_group(CPU, device, group=self._group, mesh=self._mesh, timeout_s=config.ranks.timeout_s)
         if opened is not None:
             opened.values_of_rank_0 = self._values_of_rank_0

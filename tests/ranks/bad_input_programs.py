@@ -147,6 +147,24 @@ def give_a_group_and_none() -> None:
     give_one_rank(ranks="local", group=dist.group.WORLD)
 
 
+def give_a_device_that_is_none() -> None:
+    give_one_rank(device="gpu0")
+
+
+def initialize_one_rank(**given: Any) -> None:
+    """Rank 1 calls ``initialize`` with something else than rank 0."""
+    config = {"host_budget": "32MiB", "ranks": {"timeout_s": 5}}
+    deepoffload.initialize(**{"model": mlp(), "config": config, **(given if rank() else {})})
+
+
+def give_two_configurations() -> None:
+    initialize_one_rank(config_params={"host_budget": "32MiB"})
+
+
+def give_no_model() -> None:
+    initialize_one_rank(model=None)
+
+
 def freeze_on_one_rank() -> None:
     """After a step. The first weight is frozen on both ranks, and only one has had a gradient of it since."""
     model = built()
@@ -169,6 +187,9 @@ GIVEN: dict[str, Callable[[], None]] = {
     "mesh": give_a_mesh_of_two_dimensions,
     "lokal": give_a_word_that_is_none,
     "local": give_a_group_and_none,
+    "device": give_a_device_that_is_none,
+    "two configurations": give_two_configurations,
+    "no model": give_no_model,
     "no device": compute_where_there_is_nothing,
     "DTensor": have_a_sharded_parameter,
     "DistributedDataParallel": average_by_torch,

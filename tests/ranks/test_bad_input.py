@@ -22,10 +22,16 @@ REFUSED = {
     "another optimizer": "UsageError: the ranks' optimizer.step() differ: 0.bias is updated with other numbers on rank",
 }
 
+READING = "ConfigError: rank 1 has failed at reading group=, mesh= and ranks=: "
+INITIALIZING = "rank 1 has failed at initialize(): initialize"
+
 GIVEN_BY_RANK_1 = {
-    "mesh": "mesh= has 2 dimensions ('a', 'b'); a model is partitioned over one.",
-    "lokal": "ranks = 'lokal': expected \"local\" for a model",
-    "local": 'ranks="local" and group= contradict each other.',
+    "mesh": f"{READING}mesh= has 2 dimensions ('a', 'b'); a model is partitioned over one.",
+    "lokal": f"{READING}ranks = 'lokal': expected \"local\" for a model",
+    "local": f'{READING}ranks="local" and group= contradict each other.',
+    "device": 'ConfigError: rank 1 has failed at reading the configuration: device = "gpu0" is not known to torch',
+    "two configurations": f"ConfigError: {INITIALIZING} was given config and config_params",
+    "no model": f"UsageError: {INITIALIZING}(model=...) takes a torch.nn.Module, not NoneType",
 }
 
 WRAPPED_ON_RANK_1 = {
@@ -40,8 +46,7 @@ def test_what_is_refused() -> None:
         assert first[name].startswith(text), (name, first[name])
         assert text.partition(": ")[2] in second[name], (name, second[name])
     for name, text in GIVEN_BY_RANK_1.items():
-        told = f"ConfigError: rank 1 has failed at reading group=, mesh= and ranks=: {text}"
-        assert first[name].startswith(told) and second[name] == first[name], (name, first[name], second[name])
+        assert first[name].startswith(text) and second[name] == first[name], (name, first[name], second[name])
     for name, text in WRAPPED_ON_RANK_1.items():
         assert second[name].startswith(f"UnsupportedError: {text}"), (name, second[name])
         assert first[name].startswith(f"UnsupportedError: rank 1 has failed at placing the model: {text}"), first[name]
