@@ -118,6 +118,9 @@ def first_difference(everybody: list[list[tuple[str, str]]]) -> str:
         theirs = dict(facts)
         for name, value in first.items():
             if name not in theirs:
+                other = next((other for other in theirs if other not in first and _is_part(name, other)), None)
+                if other is not None:
+                    return f"{name} is {value} on rank 0, and {other} is {theirs[other]} on rank {rank}"
                 return f"rank {rank} has no {name}"
             if theirs[name] != value:
                 return f"{name} is {value} on rank 0 and {theirs[name]} on rank {rank}"
@@ -128,3 +131,8 @@ def first_difference(everybody: list[list[tuple[str, str]]]) -> str:
             name = next(one for one, other in zip(first, theirs, strict=True) if one != other)
             return f"rank {rank} has {name} at another place in the order"
     raise UsageError("there is no difference")
+
+
+def _is_part(name: str, other: str) -> bool:
+    """Whether one names a part of what the other one names as a whole, such as a section that is not set."""
+    return name.startswith(f"{other}.") or other.startswith(f"{name}.")

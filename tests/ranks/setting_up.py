@@ -86,6 +86,8 @@ def build_what_cannot_be(path: str) -> list[str]:
         ({"nvme_path": path}, {}),
         ({}, {"config": {"zero_optimization": {"stage": 2}}}),
         ({}, {"config": {"checkpoint": {"load_universal": True}}}),
+        ({}, {"config": {"scheduler": {"type": "WarmupLR"}}}),
+        ({"config": {"scheduler": {"type": "WarmupLR"}}}, {}),
         ({}, {"aio": {"queue_depth": 4}, "host_budget": "much"}),
     ]
     said = [error_of(build, **pair[rank()]) for pair in differing]

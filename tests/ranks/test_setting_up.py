@@ -63,6 +63,8 @@ def test_what_differs_is_named_as_it_is_written(tmp_path: Path) -> None:
         (start + "nvme_path is set on rank 0 and not set on rank 1",) * 2,
         (start + "zero_optimization.stage is not set on rank 0 and 2 on rank 1",) * 2,
         (start + "checkpoint.load_universal is false on rank 0 and true on rank 1",) * 2,
+        (start + "scheduler is not set on rank 0, and scheduler.type is 'WarmupLR' on rank 1",) * 2,
+        (start + "scheduler.type is 'WarmupLR' on rank 0, and scheduler is not set on rank 1",) * 2,
         (failed + "reading the configuration: host_budget = 'much'",) * 2,
         (failed + "initialize(): optimizer.params.lr = -1.0",) * 2,
     ]
