@@ -39,7 +39,7 @@ from deepoffload.params.window import RootWatch, Window
 TORCH = "torch and the model"
 OVERHEAD = ("planner", "hooks", "faults")
 """What the target of two per cent is about."""
-PARKED = (turns, ("_park",))
+PARKED: tuple[Any, tuple[str, ...]] = (turns, ("_park",))
 """While a micro-batch is parked others run."""
 
 PARTS: dict[str, list[tuple[Any, tuple[str, ...]]]] = {

@@ -120,6 +120,11 @@ def state_on_the_device() -> Counts:
     }
 
 
+def memory_of(model: nn.Module) -> Any:
+    """The device's, with what only a device's has."""
+    return engine_of(model).pager.memory
+
+
 def an_update_on_the_device() -> Counts:
     """Of one parameter of 20 M elements, by torch's operators."""
     width = 4500
@@ -129,7 +134,7 @@ def an_update_on_the_device() -> Counts:
     loop, module = Loop(model, width), torch.get_device_module("simgpu")
     loop.step()
     loop.backward()
-    engine_of(model).pager.memory.end_copies()  # gradients that leave have left
+    memory_of(model).end_copies()  # gradients that leave have left
     module.reset_peak_memory_stats()
     before = module.memory_allocated()
     loop.optimizer.step()
@@ -183,7 +188,7 @@ class Happens:
 def queues() -> Counts:
     """A weight's copy waits for the device to compute; five gradients have arrived."""
     model = paged()
-    memory, ended = engine_of(model).pager.memory, []
+    memory, ended = memory_of(model), []
     transfers: DeviceTransfers = memory.transfers
     for number, block in enumerate(unit.weights for unit in units_of(model)):
         memory.tiers.acquire(block)

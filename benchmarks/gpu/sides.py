@@ -76,7 +76,7 @@ class Plain(Side):
         norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
         factor = torch.clamp(CLIP / (norm + 1e-6), max=1.0)
         for master, weight in zip(self.masters, weights, strict=True):
-            master.grad = weight.grad.float().mul_(factor)  # type: ignore[union-attr]
+            master.grad = weight.grad.float().mul_(factor)
             weight.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -122,8 +122,8 @@ class Fsdp2(Side):
         init_process_group(backend, store=HashStore(), rank=0, world_size=1)  # one process needs no network
         self.model = build()
         fill(self.model)
-        policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy()}
-        for block in self.model.blocks:  # type: ignore[union-attr]
+        policy: dict[str, Any] = dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16), offload_policy=CPUOffloadPolicy())
+        for block in self.model.blocks:
             fully_shard(block, **policy)
         fully_shard(self.model, **policy)
         self.optimizer = torch.optim.AdamW(

@@ -60,7 +60,7 @@ def copies(
 
 def main() -> None:
     nbytes = int(sys.argv[1])
-    accelerator = Accelerator(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    accelerator = Accelerator(torch.accelerator.current_accelerator())
     arena = Arena(nbytes)
     pinned_arena = PinnedArena(accelerator, arena)
     locked = pinned_arena.lock(0, nbytes)

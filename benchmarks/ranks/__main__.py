@@ -34,10 +34,10 @@ def launch(module: str, ranks: int, arguments: list[str], limit_s: float) -> str
 
 
 def table(report: dict[str, object]) -> str:
-    rows: dict[str, dict[str, float]] = report["rows"]  # type: ignore[assignment]
+    rows: dict[str, dict[str, float]] = report["rows"]
     lines = [f"{'':44}{'ms':>9}{'CPU ms':>9}"]
     lines += [f"{name:44}{row['ms']:9.2f}{row['cpu_ms']:9.2f}" for name, row in rows.items()]
-    ratios: dict[str, dict[str, float]] = report["ratios"]  # type: ignore[assignment]
+    ratios: dict[str, dict[str, float]] = report["ratios"]
     lines += ["", f"{'ratio of a round':68}{'median':>8}{'lowest':>8}{'highest':>8}"]
     lines += [
         f"{name:68}{ratio['median']:8.3f}{ratio['lowest']:8.3f}{ratio['highest']:8.3f}"

@@ -70,7 +70,7 @@ class Model:
         self.served: list[Flight] = []
         self.reductions: list[Any] = []
         self.rounds = RoundService(
-            group.store("rounds"), ranks.rank, ranks.world_size, self.launch, str, timeout_s=group.timeout_s
+            group.client("rounds"), ranks.rank, ranks.world_size, self.launch, str, timeout_s=group.timeout_s
         )
 
     def launch(self, payload: Payload) -> Flight:
@@ -206,7 +206,7 @@ def main() -> None:
         raise SystemExit("start it with python -m benchmarks.ranks rounds")
     model = Model(group, said.transport, said.units, int(said.mb * 1e6 / 2))
     bare = RoundService(
-        group.store("bare rounds"), group.ranks.rank, group.ranks.world_size, lambda _: None, str, timeout_s=120
+        group.client("bare rounds"), group.ranks.rank, group.ranks.world_size, lambda _: None, str, timeout_s=120
     )
     began_s, before = time.perf_counter(), read_counters()
     repeats = 200
