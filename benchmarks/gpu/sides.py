@@ -122,7 +122,8 @@ class Fsdp2(Side):
         init_process_group(backend, store=HashStore(), rank=0, world_size=1)  # one process needs no network
         self.model = build()
         fill(self.model)
-        policy: dict[str, Any] = dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16), offload_policy=CPUOffloadPolicy())
+        offload, precision = CPUOffloadPolicy(), MixedPrecisionPolicy(torch.bfloat16)
+        policy: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
         for block in self.model.blocks:
             fully_shard(block, **policy)
         fully_shard(self.model, **policy)
