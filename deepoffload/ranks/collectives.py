@@ -105,9 +105,9 @@ def break_off(group: AnyGroup, works: Sequence[dist.Work]) -> None:
     """
     _close_connections(group)
     until = time.monotonic() + BREAK_S
-    while time.monotonic() < until and not all(work.is_completed() for work in works):
+    while time.monotonic() < until and not all(is_over(work) for work in works):
         time.sleep(0.001)
-    if not all(work.is_completed() for work in works):
+    if not all(is_over(work) for work in works):
         never_end(group)
 
 
@@ -131,6 +131,16 @@ class LinkError(RuntimeError):
     """A connection has ended: another rank has gone, or has cut its links."""
 
 
+def is_over(work: dist.Work) -> bool:
+    """Whether a collective of gloo has ended, well or not.
+
+    ``work.is_completed()`` would keep the GIL while it waits for the lock of the work. While a profiler records, gloo's
+    thread ends the work under that lock, and takes the GIL there to forget what the program's modes were: neither would
+    get on. The future of the work has another lock.
+    """
+    return bool(work.get_future().done())
+
+
 def wait_within(work: dist.Work, limit_s: float) -> bool:
     """Wait for a collective of gloo for at most ``limit_s``. Returns whether it is over.
 
@@ -142,7 +152,7 @@ def wait_within(work: dist.Work, limit_s: float) -> bool:
             work.wait(timedelta(seconds=max(limit_s, 0.001)))
             return True
         except RuntimeError as error:
-            if not work.is_completed():
+            if not is_over(work):
                 return False
             problem = error  # or it ended after the limit and before the question: so ask once more
     raise LinkError(first_line(problem)) from problem

@@ -35,7 +35,7 @@ class _CollectiveFlight(Flight):
         self._waiting = waiting
 
     def ready(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(self._exchange.is_over(work) for work in self._works)
 
     def ready_within(self, limit_s: float) -> bool:
         return self._exchange.ended_within(self._works, limit_s, self._waiting)
@@ -127,6 +127,10 @@ class GroupExchange(Exchange):
         else:
             collectives.finish(work, self._payload, self._timeout_s, waiting)
 
+    def is_over(self, work: dist.Work) -> bool:
+        """Whether a collective has ended. The future of one of NCCL's is there as soon as it has begun."""
+        return work.is_completed() if self._on_device else collectives.is_over(work)
+
     def ended_within(self, works: Sequence[dist.Work], limit_s: float, waiting: str) -> bool:
         """Whether collectives end within ``limit_s``.
 
@@ -136,9 +140,9 @@ class GroupExchange(Exchange):
         until = time.monotonic() + limit_s
         if self._on_device:
             # The wait of NCCL's that has a limit ends the group when it is over.
-            while not all(work.is_completed() for work in works) and time.monotonic() < until:
+            while not all(self.is_over(work) for work in works) and time.monotonic() < until:
                 time.sleep(POLL_S)
-            return all(work.is_completed() for work in works)
+            return all(self.is_over(work) for work in works)
         try:
             return all(collectives.wait_within(work, until - time.monotonic()) for work in works)
         except collectives.LinkError as error:
@@ -161,4 +165,4 @@ class GroupExchange(Exchange):
 
     def _remember(self, started: Sequence[dist.Work]) -> None:
         """Those that are under way."""
-        self._works = [*(work for work in self._works if not work.is_completed()), *started]
+        self._works = [*(work for work in self._works if not self.is_over(work)), *started]

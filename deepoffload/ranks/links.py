@@ -15,7 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepoffload.ranks.collectives import AnyGroup, LinkError, break_off, first_line, has_gone, never_end, wait_within
+from deepoffload.ranks.collectives import (
+    AnyGroup,
+    LinkError,
+    break_off,
+    first_line,
+    has_gone,
+    is_over,
+    never_end,
+    wait_within,
+)
 
 FOREVER = timedelta(days=365)
 ROUND_NUMEL = 6
@@ -76,7 +85,7 @@ class RoundLink:
 
     def is_over(self) -> bool:
         """Whether :meth:`take` does not wait."""
-        return self._work is not None and self._work.is_completed()
+        return self._work is not None and is_over(self._work)
 
     def take(self) -> list[list[int]]:
         """The messages of all ranks, in rank order.
