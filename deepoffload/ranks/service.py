@@ -64,6 +64,8 @@ class RoundService:
     Attributes:
         away: what waits outside of rounds says there that it does.
         error: what all ranks raise, once something has happened.
+        outside_transforms: a context outside of the program's transforms of ``torch.func``, in which rounds are taken
+            and launched: they would wrap every view of a tensor, and a wrapper has no address.
 
     Args:
         store: nobody else uses its keys.
@@ -104,6 +106,7 @@ class RoundService:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
         self._name_of, self._abandon, self._outside, self._let_go = name_of, abandon, outside, let_go
+        self.outside_transforms: Callable[[], AbstractContextManager[None]] = nullcontext
         self._at = partial(at, name_of=name_of)
         self._recorder = RankRecorder(timeline, name_of)
         self._lock = threading.RLock() if lock is None else lock
@@ -424,9 +427,11 @@ class RoundService:
         """Raise what has failed before, if anything has."""
         self.error.check()
 
-    def judged(self, want: Want = NOTHING) -> AbstractContextManager[None]:
+    @contextmanager
+    def judged(self, want: Want = NOTHING) -> Iterator[None]:
         """Errors of the links and of payloads become the one that all ranks raise."""
-        return self.error.judged(want)
+        with self.outside_transforms(), self.error.judged(want):
+            yield
 
     def _cut(self) -> None:
         self._link.cut()

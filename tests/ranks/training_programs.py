@@ -165,6 +165,28 @@ class Some(nn.Module):
         return self.model[0](tokens, self.used)
 
 
+class Watched(nn.Module):
+    """A model that a transform of ``torch.func`` runs before each forward, while gradients of other ranks come, and a
+    profiler in the forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = [model]  # in a list: it is no child
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        def total(factor: Tensor) -> Tensor:
+            return torch.stack([self.model[0](tokens).sum() * factor for _ in range(4)]).sum()
+
+        torch.func.grad(total)(torch.ones(()))
+        with torch.profiler.profile():
+            return self.model[0](tokens)
+
+
+def watch(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """All ranks are watched."""
+    return Watched(model)
+
+
 def leave_a_layer_out(model: nn.Module, step: int, reader: int) -> nn.Module:
     """Rank 1 leaves a block out in every second step, all ranks leave one out in the third."""
     if step == 2:
@@ -196,6 +218,7 @@ UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
     "other order": turn_round,
     "pairs": leave_pairs_out,
     "turns": begin_late,
+    "watched": watch,
 }
 
 
