@@ -95,6 +95,11 @@ class _Share:
         self.given: list[GatherFlight] = []
         self._memory = memory
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether the parameter is gone, or has another block: its type has changed."""
+        return self.handle.tensor is None or self.handle.block is not self.whole
+
     def serve(self, takers: tuple[int, ...]) -> GatherFlight:
         """Launch a gather, as all ranks do now."""
         return self._memory.launch(self, takers)
@@ -166,7 +171,7 @@ class BuildingMemory(HostMemory):
         if self.rank_0 is None:
             return
         self._link.meet_edit(share.number, Edited(0))
-        if share.handle.tensor is None:
+        if share.has_gone:
             self.rank_0.give(None)
             return
         self._tiers.acquire(share.whole)
@@ -200,7 +205,7 @@ class BuildingMemory(HostMemory):
     def _put_away(self, share: _Share) -> bool:
         """Keep this rank's part alone. Returns False where the program refers to the values; they stay whole."""
         block, tiers = share.whole, self._tiers
-        if share.handle.tensor is None:
+        if share.has_gone:
             self._forget(share)
             return True
         if share.away or block.leases:

@@ -82,6 +82,7 @@ class Looked(nn.Module):
         self.layers[7] = nn.Linear(64, 64)  # the one before dies
         nn.init.normal_(self.layers[9].weight)
         self.held = self.layers[11].weight.data[0]
+        self.layers[12:].to(torch.bfloat16)  # those that were put away, and those that are whole
 
 
 def look_back(config: dict[str, Any]) -> dict[str, str]:
