@@ -244,7 +244,7 @@ class HostOptimizer(torch.optim.Optimizer, Variation):
         work = find_work(self, self._held)
         if ranks is not None:
             refuse_ordinary(self.param_groups)
-            settings = unscale, skip_non_finite, self.max_grad_norm
+            settings = {"max_grad_norm": self.max_grad_norm, "skip_non_finite": skip_non_finite, "unscale": unscale}
             overflow = ranks.agree({**self._in_backward.made, **work.paged}, settings, overflow)
         backward_ended(self, pagers)
         grad_factor, finite = self._grad_factor(work, unscale, skip_non_finite, ranks)

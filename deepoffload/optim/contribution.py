@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.exchange import PartsFlight
 from deepoffload.ranks.rounds import Want, WantKind
+from deepoffload.timeline import Lane, Timeline
 
 
 @dataclass(eq=False)
@@ -40,6 +42,14 @@ class Contribution:
     sources: list[Tensor] = field(default_factory=list)
     begin_s: float = 0.0
     left: Any = None
+
+    def await_left(self, timeline: Timeline | None) -> None:
+        """Wait until all of it has come from the device."""
+        self.left.synchronize()
+        if timeline is not None:
+            nbytes, end_s = sum(source.numel() for source in self.sources), time.perf_counter()
+            timeline.add(Lane.FROM_DEVICE, self.plan.unit.name, self.begin_s, end_s, nbytes)
+        self.sources.clear()
 
 
 @dataclass(eq=False)

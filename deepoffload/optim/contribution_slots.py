@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from deepoffload.errors import BudgetError
 from deepoffload.memory.block import Block
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
+from deepoffload.native.aio import round_up
 from deepoffload.optim.contribution_layout import CARRIER, MORE, PRESENT, ContributionLayout, Stretch
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
@@ -80,6 +82,7 @@ class ContributionSlots:
         self.free: list[int] = []
         self.free_scratch: list[Tensor] = []
         self._ranges: list[int] = []
+        self._aside_bytes = 0  # of what is there again of blocks
 
     def reserve(self, sizes: SlotSizes) -> None:
         """Take these, instead of those that were there. None may be in use.
@@ -139,10 +142,21 @@ class ContributionSlots:
         for place in layout.presence_offsets():
             ctypes.memmove(self._tiers.arena.address + offset + place, said, len(said))
 
+    def has_room_aside(self, layout: ContributionLayout) -> bool:
+        """Whether a contribution may lie in memory outside of slots, together with those that do so now: next to all
+        that a step needs at once."""
+        return self._aside_bytes + round_up(layout.nbytes) <= self._spare_bytes()
+
+    def _spare_bytes(self) -> float:
+        placement = self._tiers.room.placement
+        return math.inf if placement is None else placement.capacity_bytes - placement.minimum_bytes
+
     def move_out(self, offset: int, layout: ContributionLayout, unit_name: str) -> Block | None:
         """Free a slot whose contribution other ranks do not know yet: it goes into a block, which is paged like others.
-        None, with nothing done, where there is no room for one."""
+        None, with nothing done, where there is no room for one, now or when the others want it."""
         tiers = self._tiers
+        if round_up(layout.nbytes) > self._spare_bytes():
+            return None
         block = tiers.create(f"a contribution to {unit_name}", BlockKind.GRADIENT, layout.nbytes)
         try:
             tiers.acquire(block, load=False)
@@ -170,6 +184,7 @@ class ContributionSlots:
         """Such a contribution as transports see it. It stays where it is until :meth:`drop`."""
         self._tiers.acquire(block)
         block.copying += 1  # else it might move
+        self._aside_bytes += block.room_bytes
         if block.offset is None:
             raise RuntimeError(f"{block.name} has no memory")
         return self.slot(block.offset, layout)
@@ -181,6 +196,7 @@ class ContributionSlots:
             self.free.append(offset)
             return
         block.copying -= 1
+        self._aside_bytes -= block.room_bytes
         self._tiers.release(block)
         self._tiers.remove(block)
 

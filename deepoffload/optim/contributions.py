@@ -34,12 +34,11 @@ from deepoffload.optim.contribution import Contribution, ContributionPlan, Reduc
 from deepoffload.optim.contribution_plans import ContributionPlans
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
 from deepoffload.optim.gradients_out import GradientsOut
-from deepoffload.optim.lands import Lands, Reading
+from deepoffload.optim.lands import Lands, Offered, Reading
 from deepoffload.params.shards import ShardLayout
 from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.rounds import Payload, WaitFor
-from deepoffload.timeline import Lane
 
 WAIT_S = 5.0
 """A rank waits so long for the others before it moves a contribution out of its slot."""
@@ -275,12 +274,7 @@ class Contributions:
         """Announce what has come from the device, in the order in which it was completed. ``wait``: all of it."""
         while self._leaving and (wait or self._leaving[0].left.query()):
             contribution = self._leaving.popleft()
-            contribution.left.synchronize()
-            if self._tiers.timeline is not None:
-                nbytes, end_s = sum(source.numel() for source in contribution.sources), time.perf_counter()
-                name = contribution.plan.unit.name
-                self._tiers.timeline.add(Lane.FROM_DEVICE, name, contribution.begin_s, end_s, nbytes)
-            contribution.sources.clear()
+            contribution.await_left(self._tiers.timeline)
             self._post(contribution)
 
     def _post(self, contribution: Contribution) -> None:
@@ -305,6 +299,8 @@ class Contributions:
             given = plan.posted.popleft()
             self._announced.remove(given)
             if given.block is not None:
+                while (self._landed or self._reducing) and not self._slots.has_room_aside(plan.layout):
+                    self._let_one_leave()
                 given.memory = self._with_room(partial(self._slots.bring_back, given.block, plan.layout))
             self._launched_since_moved = True
         while not self._slots.free_scratch:
@@ -318,19 +314,22 @@ class Contributions:
         return reducing
 
     def _with_room(self, fetch: Callable[[], Any]) -> Any:
-        """``fetch`` a contribution that went into a block. Where there is no room, what is in flight lands and leaves
-        before; no round is taken meanwhile."""
+        """``fetch`` a contribution that went into a block. Where there is no room, what is in flight leaves before."""
         while True:
             try:
                 return fetch()
             except BudgetError:
                 if not (self._landed or self._reducing):
                     raise
-            if not self._landed:
-                self._land_first()
-            oldest = self._landed[0]
-            self._link.rounds.wait_out(Reading(oldest.flight), oldest.plan.want)
-            self._release_what_is_read()
+            self._let_one_leave()
+
+    def _let_one_leave(self) -> None:
+        """Have the memory of the oldest that is in flight."""
+        if not self._landed:
+            self._land_first()
+        oldest = self._landed[0]
+        self._link.rounds.wait_out(Reading(oldest.flight), oldest.plan.want)
+        self._release_what_is_read()
 
     def land_through(self, last: Reducing) -> None:
         """Land the reductions up to this one, if they have not landed. All ranks have launched them."""
@@ -424,6 +423,8 @@ class Contributions:
         if self._is_landing:
             raise RuntimeError("gradients are to land while others are landing")
         first = self._reducing[0]
+        if not first.ready():  # the others may wait until this rank has taken what comes of a gather
+            self._link.rounds.wait_out(Offered(first.flight), first.plan.want)
         self._gradients.before_landing(first.plan.unit, first.plan.block)
         if not self._reducing or self._reducing[0] is not first:
             return  # it has landed meanwhile

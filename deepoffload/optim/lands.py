@@ -47,6 +47,16 @@ class Reading:
         """All has been taken."""
 
 
+class Offered:
+    """A reduction that is in flight, for a wait until its parts can be read. Who waits lands it."""
+
+    def __init__(self, flight: PartsFlight) -> None:
+        self.ready, self.ready_within = flight.ready, flight.ready_within
+
+    def arrive(self) -> None:
+        """Who waits takes them."""
+
+
 def owner_of(block: Block) -> GradientOwner:
     """The owner of a block in which gradients land."""
     if not isinstance(block.owner, GradientOwner):

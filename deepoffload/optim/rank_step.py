@@ -84,12 +84,17 @@ class RankStep:
             mine = order_of(self._optimizer, self._gradients)
             first_order(self._link.exchange_messages(packed(mine)))  # raises what all ranks raise
 
-    def agree(self, jobs: Mapping[ParamHandle, tuple[Tensor, UpdateJob]], settings: object, overflow: bool) -> bool:
+    def agree(
+        self,
+        jobs: Mapping[ParamHandle, tuple[Tensor, UpdateJob]],
+        settings: Mapping[str, object],
+        overflow: bool,
+    ) -> bool:
         """Whether any rank has seen an overflow.
 
         Args:
             jobs: what this rank updates, and how.
-            settings: what else the update is made with.
+            settings: what else the update is made with, by name.
 
         Raises:
             UsageError: another rank updates something else, or with other numbers.
@@ -99,7 +104,8 @@ class RankStep:
         lines = sorted(f"{handle.name} {shared[id(job)]}" for handle, (_, job) in jobs.items())
         written = self._written(jobs)
         frozen = self._frozen(jobs)
-        said = "\n".join([*lines, repr(settings), repr(written), repr(frozen)])
+        alike = {name: repr(value) for name, value in settings.items()}
+        said = "\n".join([*lines, repr(alike), repr(written), repr(frozen)])
         mine = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest(), "little")
         together = self._link.exchange_sums(SquareSum(mine + (self._is_content << CONTENT_BIT), overflow))
         self._gradients.stepped.update(jobs)
@@ -107,7 +113,7 @@ class RankStep:
         content, digests = divmod(together.total, 1 << CONTENT_BIT)
         if digests != mine * ranks.world_size:
             self._compare_written(written)
-            message = json.dumps([lines, frozen]).encode()
+            message = json.dumps([lines, frozen, alike]).encode()
             everybody = [json.loads(said) for said in self._link.exchange_messages(message)]
             raise UsageError(
                 f"the ranks' optimizer.step() differ: {_first_apart(everybody)}. Give all ranks the same optimizer and "
@@ -207,10 +213,10 @@ def refuse_ordinary(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _first_apart(everybody: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
-    """The first parameter of whose update the ranks say different things: its name, and what it is updated with. Each
-    says what it updates, and what of that it has frozen."""
-    said = [dict(line.split(" ", 1) for line in lines) for lines, _ in everybody]
+def _first_apart(everybody: Sequence[tuple[Sequence[str], Sequence[str], Mapping[str, str]]]) -> str:
+    """The first parameter of whose update the ranks say different things: its name, and what it is updated with. Else
+    the first setting that differs. Each says what it updates, what of that it has frozen, and its settings."""
+    said = [dict(line.split(" ", 1) for line in lines) for lines, _, _ in everybody]
     for name in sorted({name for updates in said for name in updates}):
         having = [rank for rank, updates in enumerate(said) if name in updates]
         if len(having) < len(said):
@@ -221,8 +227,12 @@ def _first_apart(everybody: Sequence[tuple[Sequence[str], Sequence[str]]]) -> st
                 f"{name} is updated with other numbers on {ranks_in_words(others)} than on rank 0: step and settings "
                 f"are {said[others[0]][name]} and {said[0][name]}"
             )
-        freezing = [rank for rank, (_, frozen) in enumerate(everybody) if name in frozen]
+        freezing = [rank for rank, (_, frozen, _) in enumerate(everybody) if name in frozen]
         if 0 < len(freezing) < len(said):
             training = [rank for rank in having if rank not in freezing]
             return f"{name} is frozen on {ranks_in_words(freezing)}, and trained on {ranks_in_words(training)}"
-    return "in the loss scale, or in max_grad_norm"
+    settings = [each for _, _, each in everybody]
+    name = next(name for name in settings[0] if len({each[name] for each in settings}) > 1)
+    values = [each[name] for each in settings]
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    return f"{name} is {values[others[0]]} on {ranks_in_words(others)}, and {values[0]} on rank 0"

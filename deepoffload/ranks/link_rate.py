@@ -20,8 +20,8 @@ from deepoffload.schedule.cost_model import LinkRates
 SHARD_BYTES, WHOLE_BYTES_MAX = 8 << 20, 64 << 20
 """Of what is gathered: as much as a rank has of a layer, and no more than this in all."""
 COLD_BYTES = 96 << 20
-"""In a step the bytes of a unit come from memory, not from the processor's caches: between two repeats so many others go
-through these, at least."""
+"""In a step the bytes of a unit come from memory, not from the processor's caches: between two repeats so many others
+go through these, at least."""
 FEW_BYTES = 4096
 """What ranks gather to begin at the same time."""
 REPEATS = 7

@@ -17,6 +17,7 @@ from tests.support.inspect import owned_gradient
 from tests.support.rank_processes import SOON_S
 
 WIDTH = 64
+SETTINGS = {"max_grad_norm": None, "skip_non_finite": False, "unscale": 1.0}
 
 
 def _jobs(here: Side, lr: float, step: int = 1):  # type: ignore[no-untyped-def]
@@ -32,9 +33,18 @@ def decide(*lrs: float) -> tuple[bool, int]:
         last = here.ranks.rank == here.ranks.world_size - 1
         with here.step().met():
             jobs = _jobs(here, lrs[here.ranks.rank])
-            overflow = here.step().agree(jobs, (1.0, False, None), last)
+            overflow = here.step().agree(jobs, SETTINGS, last)
             total = here.step().sum_over_ranks(SquareSum(1 << here.ranks.rank, False)).total
         return overflow, total
+
+
+def clip_otherwise() -> None:
+    """Rank 1 clips."""
+    with side("memory", WIDTH, torch.float32) as here:
+        same(here.model, here.ranks.rank, 0)
+        with here.step().met():
+            settings = SETTINGS | {"max_grad_norm": 1.0} if here.ranks.rank == 1 else SETTINGS
+            here.step().agree(_jobs(here, 0.1), settings, False)
 
 
 def lack_a_gradient() -> None:
@@ -44,7 +54,7 @@ def lack_a_gradient() -> None:
         with here.step().met():
             if here.ranks.rank == 1:
                 here.gradients.assign(here.handles["blocks.1.scale"], None)
-            here.step().agree(_jobs(here, 0.1), (1.0, False, None), False)
+            here.step().agree(_jobs(here, 0.1), SETTINGS, False)
 
 
 def fail_inside(rank: int) -> None:

@@ -17,6 +17,11 @@ def test_ranks_with_other_settings_are_refused():
     assert all("is updated with other numbers on rank 1 than on rank 0" in error for error in errors), errors
 
 
+def test_ranks_that_clip_otherwise_are_told_so():
+    errors = values_of(deciding.error_of, 2, deciding.clip_otherwise)
+    assert all("differ: max_grad_norm is 1.0 on rank 1, and None on rank 0" in error for error in errors), errors
+
+
 def test_ranks_that_do_not_agree_on_who_has_a_gradient_are_refused():
     errors = values_of(deciding.error_of, 3, deciding.lack_a_gradient)
     assert all("differ: blocks.1.scale is updated on ranks 0 and 2 alone" in error for error in errors), errors
