@@ -202,8 +202,9 @@ def rank_step_of(pagers: Sequence[Pager], optimizer: SteppingOptimizer) -> RankS
 
 
 def refuse_ordinary(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``UnsupportedError`` where an optimizer has ordinary parameters next to those that several ranks share."""
-    params = [param for group in groups for param in group["params"]]
+    """Raise ``UnsupportedError`` where an optimizer has ordinary parameters next to those that several ranks share.
+    They may be there if they have no elements."""
+    params = [param for group in groups for param in group["params"] if param.numel()]
     handles = [handle_of(param) for param in params]
     if any(handle is not None and handle.pager.link is not None for handle in handles) and None in handles:
         shape = tuple(params[handles.index(None)].shape)

@@ -92,11 +92,12 @@ def refuse_distributed(roots: Sequence[nn.Module]) -> None:
 
 
 def refuse_ordinary(roots: Sequence[nn.Module], handles: Sequence[ParamHandle]) -> None:
-    """Raise UnsupportedError for a trained parameter that is not paged: nothing adds its gradients up over ranks."""
+    """Raise UnsupportedError for a trained parameter that is not paged: nothing adds its gradients up over ranks. One
+    without elements has none."""
     paged = {id(handle.tensor) for handle in handles}
     for root in roots:
         for name, param in root.named_parameters():
-            if param.requires_grad and id(param) not in paged:
+            if param.requires_grad and param.numel() and id(param) not in paged:
                 raise UnsupportedError(
                     f"{name} cannot be paged (it is {described(param)} on {param.device}), so with several ranks "
                     "nothing adds its gradients up. Freeze it (requires_grad_(False)), or convert it"
