@@ -68,6 +68,7 @@ class RankGradients(Gradients):
         contributions: this rank's gradients on their way to their owners.
         stepped: the parameters whose gradient has made a step, and has not begun again since.
         has_joined: this rank has no batches, and serves the others. [Note: joined] in ``joined_steps``.
+        has_warned_of_idle: it has been said that a rank makes a step without a backward.
         met_before: what this rank holds since it met the others for a step of theirs; None where it meets them itself.
         frozen_elsewhere: then, names of the parameters that they have frozen.
         shared_state: what the ranks have of the optimizer's state.
@@ -85,6 +86,7 @@ class RankGradients(Gradients):
         self.contributions = Contributions(link, pager.tiers, self, out)
         self.stepped: set[ParamHandle] = set()
         self.has_joined = False
+        self.has_warned_of_idle = False
         self.met_before: ExitStack | None = None
         self.frozen_elsewhere: frozenset[str] = frozenset()
         self.shared_state = RankState(pager, link)

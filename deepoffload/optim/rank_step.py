@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from deepoffload.params.unit import ParamHandle
 from deepoffload.ranks.apart import differing_values
 from deepoffload.ranks.sums import SquareSum
 from deepoffload.ranks.words import ranks_in_words
+
+log = logging.getLogger("deepoffload")
 
 DIGEST_BYTES = 8
 CONTENT_BIT = 128
@@ -78,11 +81,26 @@ class RankStep:
         self._gradients.contributions.announce_all()
         joined = SHIELD.outside(self._link.meet_step)
         self._gradients.all_launched()
+        self._warn_of_idle()
         if joined:
             if self._optimizer is None:
                 raise UnsupportedError(f"ranks {joined} have joined and cannot make this step")
             mine = order_of(self._optimizer, self._gradients)
             first_order(self._link.exchange_messages(packed(mine)))  # raises what all ranks raise
+
+    def _warn_of_idle(self) -> None:
+        """Of a step that a rank may have made by mistake: nothing else tells before the programs end."""
+        idle, others = self._link.rounds.idle, self._link.ranks
+        if not idle or self._gradients.has_warned_of_idle:
+            return
+        self._gradients.has_warned_of_idle = True
+        if others.rank == idle[0]:
+            log.warning(
+                "%s: optimizer.step() without a backward since the step before, where other ranks have made one. Such "
+                "a rank adds no gradient. If it makes more steps than the others, from here on the ranks meet at steps "
+                "that are not the same ones of their programs. (This is said once.)",
+                ranks_in_words(idle),
+            )
 
     def agree(
         self,

@@ -75,7 +75,7 @@ class RoundRunner:
     Attributes:
         said: the last want that this rank has said.
         met: what all ranks have met at, until somebody takes note of it.
-        joined: the ranks that were there because they have joined.
+        joined: the ranks that were there because they have joined. idle: those that had made no backward for the step.
         unmet: what every rank has said in the last round, in rank order; nothing where that was a meeting.
         all_rest: whether all ranks rested in the last round, and it led to nothing.
         bytes_wanted: whether any rank asked for a payload in the last round.
@@ -100,6 +100,7 @@ class RoundRunner:
         self.said = NOTHING
         self.met: WantKind | None = None
         self.joined: tuple[int, ...] = ()
+        self.idle: tuple[int, ...] = ()
         self.unmet: tuple[Want, ...] = ()
         self.all_rest = False
         self.bytes_wanted = False
@@ -237,7 +238,7 @@ class RoundRunner:
         self.unmet = tuple(wants) if outcome.met is None else ()
         self.all_rest = not outcome.payloads and all(want.kind in RESTS for want in self.unmet or (NOTHING,))
         if outcome.met is not None:
-            self.met, self.joined = outcome.met, outcome.joined
+            self.met, self.joined, self.idle = outcome.met, outcome.joined, outcome.idle
         if outcome.payloads or outcome.met is not None:
             self.heard = time.monotonic()
         for payload in outcome.payloads:

@@ -139,6 +139,7 @@ class RoundOutcome:
         payloads: the collectives to launch, in this order. None where ``failed`` names a rank, or ``apart``.
         met: STEP, JOIN, CLOSE or EDIT where all ranks are there.
         joined: the ranks that are there because they have joined.
+        idle: the other ranks at a step that have made no backward for it, where some have.
         failed: the ranks that have said so.
         apart: ranks are at places that can never meet: at their end while others train, at edits of different
             tensors, or of the same one with different values.
@@ -147,6 +148,7 @@ class RoundOutcome:
     payloads: tuple[Payload, ...] = ()
     met: WantKind | None = None
     joined: tuple[int, ...] = ()
+    idle: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     apart: bool = False
 
@@ -290,11 +292,14 @@ class Rounds:
         if kinds & ENDS and kinds & (STEPPING | {WantKind.REDUCE, WantKind.WAIT, WantKind.EDIT}):
             return RoundOutcome(apart=True)
         payloads = tuple(self._launched(wants, ended))
+        told = self._held.ended
         met = self._meet(kinds, len(set(wants)))
         self.meetings += met is not None
         if WantKind.EDIT in kinds and met is None and not payloads and all(want.stays for want in wants):
             return RoundOutcome(apart=True)
-        return RoundOutcome(payloads, met, () if met is None else _those_at(wants, WantKind.JOIN))
+        joined = () if met is None else _those_at(wants, WantKind.JOIN)
+        idle = [rank for rank, count in enumerate(told) if not count and rank not in joined] if any(told) else ()
+        return RoundOutcome(payloads, met, joined, tuple(idle) if met is WantKind.STEP else ())
 
     def _launched(self, wants: Sequence[Want], ended: Sequence[int]) -> Iterator[Payload]:
         held, before = self._held, (self._held.ended, self._held.over)

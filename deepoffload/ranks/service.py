@@ -251,6 +251,11 @@ class RoundService:
         """The ranks that had joined when the ranks met last. The same on all ranks, until they meet again."""
         return self._runner.joined
 
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that had made no backward for the step at which the ranks met last, where others had."""
+        return self._runner.idle
+
     def stats(self) -> RoundStats:
         """What rounds have cost this rank so far."""
         with self._lock:

@@ -13,6 +13,7 @@ from deepoffload.native.cpu_adam import AdamHyper
 from deepoffload.optim.rule import UpdateJob
 from deepoffload.ranks.sums import SquareSum
 from tests.ranks.contributing import Side, check, expected_sums, same, side
+from tests.ranks.setting_up import warnings_of
 from tests.support.inspect import owned_gradient
 from tests.support.rank_processes import SOON_S
 
@@ -116,9 +117,14 @@ def drop_while_under_way() -> None:
                         assert torch.equal(found, expected[name][start : start + found.numel()]), name
 
 
-def leave_a_backward_out(transport: str) -> int:
+def leave_a_backward_out(transport: str) -> tuple[list[int], list[str]]:
     """Rank 1 has nothing to train on, and its program waits for the others before its step. Returns how many rounds
-    passed."""
+    passed, and what was said of that rank."""
+    rounds: list[int] = []
+    return rounds, warnings_of(lambda: rounds.append(_leave_a_backward_out(transport)))
+
+
+def _leave_a_backward_out(transport: str) -> int:
     with side(transport, WIDTH, torch.float32, 9) as here:
         torch.manual_seed(0)
         plain = type(here.model)(WIDTH, torch.float32, 9)

@@ -47,4 +47,8 @@ def test_gradients_that_are_dropped_on_their_way_are_dropped_on_all_ranks():
 def test_a_rank_may_leave_its_backward_out_and_wait_for_the_others():
     """Nobody adds anything up before all are at the step. There are more units than slots."""
     for found in values_of_each(deciding.leave_a_backward_out, 2, [("group",), ("memory",)]):
-        assert min(found) > 0
+        assert all(min(rounds) > 0 for rounds, _ in found)
+        (_, others), (_, of_the_idle) = found
+        assert not others
+        (said,) = of_the_idle
+        assert said.startswith("rank 1: optimizer.step() without a backward since the step before")

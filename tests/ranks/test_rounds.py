@@ -215,6 +215,14 @@ def test_what_a_round_leads_to(wants, outcome):
         assert rounds.counts.mixed == (wants[0] != wants[1])
 
 
+@pytest.mark.parametrize(
+    ("other", "ended", "idle"),
+    [(STEP, [0, 2], (0,)), (STEP, [1, 0], (1,)), (STEP, [0, 0], ()), (STEP, [1, 2], ()), (JOIN, [1, 0], ())],
+)
+def test_a_step_tells_which_ranks_have_made_no_backward_for_it(other, ended, idle):
+    assert ready(0, STEP).take([STEP, other], ended).idle == idle
+
+
 def test_parts_wait_for_the_slow_rank():
     rounds = ready(0, Want(REDUCE, 5))
     assert rounds.take([Want(REDUCE, 5), NOTHING]) == RoundOutcome()
