@@ -27,6 +27,8 @@ from deepoffload.ranks.rounds import Payload, Want, WantKind
 from deepoffload.ranks.service import RoundService
 from deepoffload.ranks.transport import open_exchange
 
+GRADIENTS = 12
+"""Of a unit. The engine sees to rounds when each of them comes."""
 WORK_DIM = 128
 """Of the matrices whose product is a piece of computation."""
 
@@ -43,12 +45,15 @@ class Computation:
         self._run()
         self._pieces = max(1, round(seconds / (time.thread_time() - begin_s) * 200))
 
-    def _run(self) -> None:
-        for _ in range(self._pieces):
+    def _run(self, part: int = 1) -> None:
+        for _ in range(self._pieces // part):
             torch.mm(self._matrix, self._matrix)
 
-    def __call__(self) -> None:
-        self._run()
+    def __call__(self, between: Callable[[], object] = lambda: None, parts: int = 1) -> None:
+        """In so many parts; ``between`` is called after each."""
+        for _ in range(parts):
+            self._run(parts)
+            between()
 
 
 class Model:
@@ -118,9 +123,11 @@ class Model:
                 self.need(unit, with_rounds)
                 if place + 1 < self.units:
                     self.want(WantKind.GATHER, phase[place + 1], with_rounds)
-                compute()
-                if phase is not forward:
+                if phase is forward:
                     compute()
+                else:
+                    for _ in range(2):
+                        compute(self.rounds.pump if with_rounds else lambda: None, GRADIENTS // 2)
                     self.want(WantKind.REDUCE, unit, with_rounds)
         if with_rounds:
             self.rounds.meet(WantKind.STEP)
