@@ -82,7 +82,7 @@ class ContributionSlots:
         self.free: list[int] = []
         self.free_scratch: list[Tensor] = []
         self._ranges: list[int] = []
-        self._aside_bytes = 0  # of what is there again of blocks
+        self._aside_bytes = 0  # of contributions that :meth:`bring_back` has brought
 
     def reserve(self, sizes: SlotSizes) -> None:
         """Take these, instead of those that were there. None may be in use.
@@ -148,6 +148,7 @@ class ContributionSlots:
         return self._aside_bytes + round_up(layout.nbytes) <= self._spare_bytes()
 
     def _spare_bytes(self) -> float:
+        """What the budget has above all that a step needs at once."""
         placement = self._tiers.room.placement
         return math.inf if placement is None else placement.capacity_bytes - placement.minimum_bytes
 

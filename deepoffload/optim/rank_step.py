@@ -90,11 +90,11 @@ class RankStep:
 
     def _warn_of_idle(self) -> None:
         """Of a step that a rank may have made by mistake: nothing else tells before the programs end."""
-        idle, others = self._link.rounds.idle, self._link.ranks
+        idle = self._link.rounds.idle
         if not idle or self._gradients.has_warned_of_idle:
             return
         self._gradients.has_warned_of_idle = True
-        if others.rank == idle[0]:
+        if self._link.ranks.rank == idle[0]:
             log.warning(
                 "%s: optimizer.step() without a backward since the step before, where other ranks have made one. Such "
                 "a rank adds no gradient. If it makes more steps than the others, from here on the ranks meet at steps "
