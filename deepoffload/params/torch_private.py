@@ -20,6 +20,7 @@ from torch import Tensor, _ops, _utils, nn
 from torch._functorch import vmap as _vmap
 from torch.autograd.graph import increment_version
 from torch.nn.modules import module as _modules
+from torch.optim import optimizer as _optimizer
 from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -81,6 +82,7 @@ active_ddp_module: Callable[[], Any] = need(nn.parallel.DistributedDataParallel,
 parameter_registration_hooks: Mapping[int, Any] = need(_modules, "_global_parameter_registration_hooks")
 forward_pre_hooks_of_all: Mapping[int, Any] = need(_modules, "_global_forward_pre_hooks")
 forward_hooks_of_all: Mapping[int, Any] = need(_modules, "_global_forward_hooks")
+optimizer_step_hooks: Mapping[int, Any] = need(_optimizer, "_global_optimizer_pre_hooks")
 TorchDispatchMode: Any = need(_python_dispatch, "TorchDispatchMode")
 tree_flatten, tree_map, tree_map_only = _pytree.tree_flatten, _pytree.tree_map, _pytree.tree_map_only
 tree_leaves: Callable[[Any], list[Any]] = need(_pytree, "tree_leaves")  # tree_flatten leaves a cycle of references

@@ -68,6 +68,7 @@ from deepoffload.runtime.rank_units import join_units
 from deepoffload.runtime.refusals import Refusals
 from deepoffload.runtime.registration import ConstructionHooks, ShortageError, refuse_meta, take
 from deepoffload.runtime.statistics import run_stats, timeline_of
+from deepoffload.runtime.trained_apart import TrainedApart, watch_ordinary
 from deepoffload.runtime.unit_finder import find_units
 from deepoffload.schedule.durable import every_of, written_for_durability
 from deepoffload.schedule.placement import Placement
@@ -102,7 +103,7 @@ class Engine:
         self.placement: Placement | None = None
         self.training_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._windows, self._outer, self._watches = list[Window](), list[OuterWindow](), list[RootWatch]()
-        self._outside: OutsideWatch | None = None
+        self._outside = list[OutsideWatch | TrainedApart]()
         self._building: ConstructionHooks | None = None
         self._disk = EngineDisk()
         self._departure: Departure | None = None
@@ -259,7 +260,7 @@ class Engine:
         if self.ranks.rank == 0:
             ranks = self.ranks.world_size
             announce(summary(plan.placement, num_parameters, self.config.nvme_path, memory.device, every, ranks))
-        self._outside = OutsideWatch(self.budgets.host_bytes, roots)
+        self._outside = [OutsideWatch(self.budgets.host_bytes, roots), *watch_ordinary(self.agreement.group, roots)]
 
     def _durability(self, placement: Placement) -> Durability | None:
         said, disk = self.config.durability, self._disk
@@ -391,7 +392,7 @@ class Engine:
             self._departure = end_unasked(self._end_unasked, self.pager.lock, self.link)
 
     def _end_unasked(self) -> None:
-        self._outside = None  # torch may be going through its global hooks just now
+        self._outside = []  # torch may be going through its global hooks just now
         self._end("its model was deleted")
 
     def close(self, because: str = "engine.close() was called") -> None:
@@ -433,8 +434,7 @@ class Engine:
         with self.pager.lock:
             self.pager.close(because)
             self._building = None
-            watching: list[Any] = [self._outside] if self._outside is not None else []
-            for hooked in (*self._windows, *self._outer, *self._watches, *watching):
+            for hooked in (*self._windows, *self._outer, *self._watches, *self._outside):
                 hooked.remove()
             self._windows, self._outer, self._watches = [], [], []
             with ExitStack() as last:  # each runs, even if the one before raised
