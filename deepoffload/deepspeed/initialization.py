@@ -32,7 +32,7 @@ from deepoffload.runtime.announce import warn_of_settings
 from deepoffload.runtime.construct import give_back
 from deepoffload.runtime.context import engine_of
 from deepoffload.runtime.engine import Engine
-from deepoffload.runtime.rank_facts import refuse_distributed
+from deepoffload.runtime.rank_facts import refuse_distributed, refuse_dtensors
 from deepoffload.runtime.ranks import RankChoice
 
 log = logging.getLogger("deepoffload")
@@ -142,6 +142,8 @@ def set_up(
         if core is not None:
             warn_of_settings(settings)  # the engine has said those of its own configuration
             settings = core.config if source is None else combine(core.config, settings)
+        if core is None:
+            refuse_dtensors(model)  # an optimizer would say only that it cannot update them
         clipping = _clipping(settings, optimizer)
         _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)
         built = _optimizer(settings, model, optimizer, model_parameters, clipping)

@@ -34,6 +34,9 @@ _SEED_ADVICE = (
     "load the same checkpoint), and seed by rank only after it"
 )
 
+_MODEL_ADVICE = "Build the same model on all ranks, with the same types, and freeze (requires_grad_(False)) the same parameters on all"
+_CONFIG_ADVICE = "Give all ranks the same configuration, and install the same versions on all hosts"
+
 
 def compare_settings(agreement: Agreement, config: Config) -> None:
     """Raise ConfigError on all ranks where versions or configurations differ. To be called before anything is built."""
@@ -45,7 +48,7 @@ def compare_settings(agreement: Agreement, config: Config) -> None:
         if key not in _OF_A_RANK and key.partition(".")[0] not in _OF_A_RANK:
             facts[key] = said
     facts["nvme_path"] = "set" if config.nvme_path else "not set"
-    agreement.compare(facts, "the configuration", error=ConfigError)
+    agreement.compare(facts, "the configuration", _CONFIG_ADVICE, error=ConfigError)
 
 
 def compare_models(agreement: Agreement, roots: Sequence[nn.Module]) -> None:
@@ -58,7 +61,7 @@ def compare_models(agreement: Agreement, roots: Sequence[nn.Module]) -> None:
             facts[where + name] = described(param)
         for name, buffer in root.named_buffers():
             facts[where + name] = f"a {'lazy ' if is_lazy(buffer) else ''}buffer {_type_of(buffer)}"
-    agreement.compare(facts, "the model", error=UsageError)
+    agreement.compare(facts, "the model", _MODEL_ADVICE, error=UsageError)
 
 
 def described(param: Tensor) -> str:
@@ -83,12 +86,17 @@ def refuse_distributed(roots: Sequence[nn.Module]) -> None:
     sharded by torch."""
     for root in roots:
         refuse_wrapped(root)
-        for name, param in root.named_parameters():
-            if is_distributed(param):
-                raise UnsupportedError(
-                    f"{name} is a DTensor: a model that is sharded already can be paged for inference only "
-                    f'(inference=True, with several ranks ranks="local", and its types as they are). {HOW_TO_SHARD}'
-                )
+        refuse_dtensors(root)
+
+
+def refuse_dtensors(root: nn.Module) -> None:
+    """Raise UnsupportedError for a model with DTensors among its parameters."""
+    for name, param in root.named_parameters():
+        if is_distributed(param):
+            raise UnsupportedError(
+                f"{name} is a DTensor: a model that is sharded already can be paged for inference only "
+                f'(inference=True, with several ranks ranks="local", and its types as they are). {HOW_TO_SHARD}'
+            )
 
 
 def refuse_ordinary(roots: Sequence[nn.Module], handles: Sequence[ParamHandle]) -> None:

@@ -368,10 +368,11 @@ class _Problem:
         elif not num_paged:
             reason = "all fit" if not stays.all() else "everything fits"
         else:
-            worth = float(self._worth[paged].max()) * (1 << 30)
+            more_bytes = min(1 << 30, int(self._nbytes[paged].sum()))
+            saved_s = float(self._worth[paged].max()) * more_bytes
             room = "no room" if num_paged == num_free else f"{num_paged} of {num_free} have no room"
             per = "step" if self._training else "forward pass"
-            reason = f"{room}; 1 GiB more would save {worth:.2f} s per {per}"
+            reason = f"{room}; {human_bytes(more_bytes)} more would save {saved_s:.2g} s per {per}"
         return Row(
             name=_KINDS[number].value,
             host_bytes=int(self._nbytes[kept].sum()),

@@ -95,6 +95,12 @@ def take_over_what_is_sharded() -> None:
     deepoffload.initialize(model=model, config={"host_budget": "32MiB"})
 
 
+def take_over_dtensors() -> None:
+    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
+    section = {"type": "AdamW", "params": {"lr": 1e-3}}
+    deepoffload.initialize(model=model, config={"host_budget": "32MiB", "optimizer": section})
+
+
 def bring_a_wrapper_later() -> None:
     model = built()
     model.append(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
@@ -199,6 +205,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "wrapped inside": build_around_a_wrapper,
     "wrapped inside, taken over": take_over_a_wrapper,
     "sharded inside, taken over": take_over_what_is_sharded,
+    "sharded already, taken over": take_over_dtensors,
     "wrapped, later": bring_a_wrapper_later,
     "fully_shard": shard_by_torch,
     "FullyShardedDataParallel": shard_by_the_older_way,

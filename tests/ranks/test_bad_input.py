@@ -15,6 +15,7 @@ REFUSED = {
     "replicate inside, later": "UnsupportedError: 2 is wrapped (DDPLinear). DistributedDataParallel around a",
     "wrapped, later": "UnsupportedError: 12 is wrapped (DistributedDataParallel). DistributedDataParallel around a",
     "sharded inside, taken over": "UnsupportedError: 2 is sharded already (FullyShardedDataParallel): its weights",
+    "sharded already, taken over": "UnsupportedError: 0.weight is a DTensor: a model that is sharded already",
     "fully_shard": "UnsupportedError: 0.weight is paged and cannot be sharded",
     "FullyShardedDataParallel": "UnsupportedError: 0.weight is paged and cannot be sharded",
     "other parameters": "UsageError: the ranks' optimizer.step() differ: 0.weight is updated on rank 0 alone",

@@ -242,10 +242,12 @@ class _Problem:
         elif not paged:
             reason = "all fit" if len(resident) < len(self.blocks) else "everything fits"
         else:
-            worth = max(self._worth[block.id] for block in paged) * (1 << 30)
+            more_bytes = min(1 << 30, sum(block.nbytes for block in paged))
+            saved_s = max(self._worth[block.id] for block in paged) * more_bytes
+            per = "step" if self._training else "forward pass"
             free = [block for block in every if block.id not in self._keep]
             room = "no room" if len(paged) == len(free) else f"{len(paged)} of {len(free)} have no room"
-            reason = f"{room}; 1 GiB more would save {worth:.2f} s per {'step' if self._training else 'forward pass'}"
+            reason = f"{room}; {human_bytes(more_bytes)} more would save {saved_s:.2g} s per {per}"
         return Row(
             name=kind.value,
             host_bytes=sum(block.nbytes for block in kept),
