@@ -424,6 +424,6 @@ def outside_user_modes() -> Iterator[None]:
         yield
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[None]:
-    """Outside of every transform of ``torch.func``. Costs next to nothing where there is none."""
-    return contextlib.nullcontext() if _peek_interpreter_stack() is None else outside_user_modes()
+def outside_modes() -> contextlib.AbstractContextManager[None]:
+    """:func:`outside_user_modes`, where there are any. Costs next to nothing where there are none."""
+    return outside_user_modes() if modes_active() else contextlib.nullcontext()

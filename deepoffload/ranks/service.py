@@ -64,8 +64,7 @@ class RoundService:
     Attributes:
         away: what waits outside of rounds says there that it does.
         error: what all ranks raise, once something has happened.
-        outside_transforms: a context outside of the program's transforms of ``torch.func``, in which rounds are taken
-            and launched: they would wrap every view of a tensor, and a wrapper has no address.
+        outside_modes: a context outside of all modes of the program, which would see and change what rounds do.
 
     Args:
         store: nobody else uses its keys.
@@ -106,7 +105,7 @@ class RoundService:
         self.rank, self.timeout_s = rank, timeout_s
         self._others = [other for other in range(world_size) if other != rank]
         self._name_of, self._abandon, self._outside, self._let_go = name_of, abandon, outside, let_go
-        self.outside_transforms: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.outside_modes: Callable[[], AbstractContextManager[None]] = nullcontext
         self._at = partial(at, name_of=name_of)
         self._recorder = RankRecorder(timeline, name_of)
         self._lock = threading.RLock() if lock is None else lock
@@ -263,7 +262,8 @@ class RoundService:
 
     def fail(self, message: str) -> None:
         """Tell all ranks that this one cannot continue, and why: all raise it. Returns when they have heard it."""
-        self.error.fail(message)
+        with self.outside_modes():
+            self.error.fail(message)
 
     @property
     def untold(self) -> str | None:
@@ -426,7 +426,8 @@ class RoundService:
     def end_all(self, cause: str, *, says_where: bool = False, ranks: tuple[int, ...] = ()) -> RankError:
         """Let all ranks raise ``cause``, and where each of them is unless it ``says_where``. Returns the error.
         ``ranks``: those that have caused it, and end."""
-        return self.error.end_all(cause, says_where=says_where, ranks=ranks)
+        with self.outside_modes():
+            return self.error.end_all(cause, says_where=says_where, ranks=ranks)
 
     def check(self) -> None:
         """Raise what has failed before, if anything has."""
@@ -435,7 +436,7 @@ class RoundService:
     @contextmanager
     def judged(self, want: Want = NOTHING) -> Iterator[None]:
         """Errors of the links and of payloads become the one that all ranks raise."""
-        with self.outside_transforms(), self.error.judged(want):
+        with self.outside_modes(), self.error.judged(want):
             yield
 
     def _cut(self) -> None:

@@ -27,7 +27,7 @@ from deepoffload.optim.device_kernels import choose_kernels
 from deepoffload.optim.device_landing import DeviceLandings, ring_of
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.threads import num_threads
-from deepoffload.params.torch_private import outside_transforms, outside_user_modes, storage_at
+from deepoffload.params.torch_private import outside_modes, outside_user_modes, storage_at
 from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.places import RankMap, read_launch
 from deepoffload.ranks.transport import open_exchange
@@ -151,7 +151,7 @@ def open_rank_memory(
 
     def join(host: HostLink) -> Gathered:
         links.append(RankLink(group, exchange, host.tiers.lock, timeout_s=timeout_s, rates=rates, timeline=timeline))
-        links[0].rounds.outside_transforms = outside_transforms
+        links[0].rounds.outside_modes = outside_modes
         return Gathered(host, links[0])
 
     memory = CopyMemory(

@@ -12,18 +12,21 @@ from tests.ranks.training_programs import Job, check_all
 from tests.support.rank_processes import values_of_each
 
 IN_MEMORY: dict[str, Any] = {"host_budget": "64MiB"}
+EVICTING = {"host_budget": "8MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True}}
 BY = tuple({"transport": transport, "timeout_s": 20} for transport in ("memory", "group"))
 
 
 def test_programs_that_differ_train_as_one(tmp_path: Path) -> None:
     """Layers that some ranks leave out, or whose gradients come in parts; contributions that wait for ranks that begin
-    later; what one rank does between steps; rounds inside transforms of ``torch.func`` and under a profiler."""
+    later; what one rank does between steps; rounds inside transforms of ``torch.func``, under a profiler and in modes
+    of torch's selective checkpoints."""
     later = {"host_budget": "2200KiB", "nvme_budget": "64MiB"}
     jobs = [
         *(Job(uneven="layer drop", micro_batches=count, config=IN_MEMORY, steps=5) for count in (1, 2)),
         Job("gpt-pairs", uneven="pairs", micro_batches=3, steps=3, config=later),
         Job(uneven="turns", before_step="turns", steps=2, config=later),
         *(Job(uneven="watched", micro_batches=2, config={**IN_MEMORY, "ranks": each}) for each in BY),
+        *(Job(uneven="selective", micro_batches=2, config={**EVICTING, "ranks": each}) for each in BY),
         *(Job(between_steps=between, config=IN_MEMORY) for between in ("evaluation", "looks", "edits")),
     ]
     check_all(jobs, tmp_path)

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
@@ -187,6 +188,28 @@ def watch(model: nn.Module, step: int, reader: int) -> nn.Module:
     return Watched(model)
 
 
+class Selective(nn.Module):
+    """A GPT whose blocks are recomputed, without their products: a mode of torch's records what forward computes, and
+    lets the recomputation do nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = [model]  # in a list: it is no child
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        model: Any = self.model[0]
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        x = model.embedding(tokens) + model.position[: tokens.shape[1]]
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=kept)
+        return model.head(model.norm(x))
+
+
+def recompute(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """All ranks keep a part of their activations."""
+    return Selective(model)
+
+
 def leave_a_layer_out(model: nn.Module, step: int, reader: int) -> nn.Module:
     """Rank 1 leaves a block out in every second step, all ranks leave one out in the third."""
     if step == 2:
@@ -219,6 +242,7 @@ UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
     "pairs": leave_pairs_out,
     "turns": begin_late,
     "watched": watch,
+    "selective": recompute,
 }
 
 
