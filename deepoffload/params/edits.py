@@ -11,7 +11,7 @@ noticed later, on each rank at another time. Its checksums are compared at the o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepoffload.copies.rank_link import gradients_number, weights_number
@@ -20,8 +20,18 @@ from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.edited import Edited
 
 
-def mutates(name: str) -> bool:
-    """Whether a function of that name writes to its first argument."""
+def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a call of a function of that name writes to: its first argument (``normal_``, ``relu`` with ``inplace``), and
+    what it is given as ``out``."""
+    written = []
+    if _changes_its_first(name.partition(".")[0]) or kwargs.get("inplace") is True:  # torch.ops has "mul_.Tensor"
+        written += args[:1] or list(kwargs.values())[:1]  # the functions of torch.nn.init give keywords only
+    if "out" in kwargs:
+        written.append(kwargs["out"])
+    return written
+
+
+def _changes_its_first(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__invert__", "__index__"))
     return name.endswith("_")

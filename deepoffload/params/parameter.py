@@ -18,7 +18,7 @@ from deepoffload.memory.lock import SHIELD
 from deepoffload.params import differentiation
 from deepoffload.params.callables import BY_ELEMENT, UNASKED, with_open_doors
 from deepoffload.params.copies import ordinary_parameter, page_in_context, plain_copy
-from deepoffload.params.edits import after_edit, before_edit, mutates
+from deepoffload.params.edits import after_edit, before_edit, written_by
 from deepoffload.params.inference import is_leaf, requires_grad
 from deepoffload.params.metadata import LAYOUT, METADATA
 from deepoffload.params.moved_model import MOVES, of_moved_model
@@ -189,7 +189,7 @@ def _with_bytes(func: Callable[..., Any], name: str, types: Iterable[type], args
             if pushed and pager is not None:
                 pager.hooks.pop()
         for tensor in paged:
-            _after_call(tensor, name)
+            _after_call(tensor, name, any(tensor is one for one in changed))
         for tensor in changed:
             after_edit(tensor._slot)
         return of_moved_model(paged[0], result) if name in MOVES else result
@@ -215,10 +215,7 @@ def _collect(values: Any, found: list[Any]) -> None:
 def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Returns the tensors that the call will change."""
     targets: list[Any] = []
-    if args and mutates(name):
-        _collect(args[:1], targets)
-    if "out" in kwargs:
-        _collect((kwargs["out"],), targets)
+    _collect(written_by(name, args, kwargs), targets)
     for tensor in targets:
         before_edit(tensor._slot)
         tensor._slot.pager.will_change(tensor._slot)
@@ -229,7 +226,8 @@ def _before_mutation(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     return targets
 
 
-def _after_call(tensor: Any, name: str) -> None:
+def _after_call(tensor: Any, name: str, was_known: bool) -> None:
+    """``was_known``: the call was expected to change it."""
     slot = tensor._slot
     if type(tensor) is OffloadedGradient:
         version = version_of(tensor)
@@ -245,6 +243,8 @@ def _after_call(tensor: Any, name: str) -> None:
         slot.version = version
         slot.master_stale = True
         slot.pager.will_change(slot)
+        if not was_known and slot.is_shared():
+            slot.uncompared = slot.crc()
     if name in _ESCAPES or slot.aliased():
         slot.note_escape()  # what was handed out can be written to without moving any version (detach().numpy())
 

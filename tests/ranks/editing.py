@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from deepoffload import CPUAdamW
 from deepoffload.errors import RankError, UsageError
@@ -55,6 +55,10 @@ def scale(model: nn.Module, late: int | None) -> Any:
             param.data = param * 3.0
         be_late(late)
         seen.append(model(rows(width=WIDTH)))
+        be_late(late)
+        nn.init.constant_(model[2].weight, 0.25)  # it gives its arguments by name
+        nn.functional.threshold(model[0].weight, 0.0, 0.5, inplace=True)
+        seen.append(model(rows(width=WIDTH)))
     return seen, weights_of(model)
 
 
@@ -89,9 +93,20 @@ def write_past_the_door(weight: nn.Parameter, rank: int) -> None:
         weight.data.add_(1.0)
 
 
+@torch.library.custom_op("deepoffload_tests::scale_unseen", mutates_args=("values",))
+def scale_unseen(values: Tensor, factor: float) -> None:
+    """Its name does not say that it writes to its argument."""
+    values.mul_(factor)
+
+
 OTHER_VALUES: dict[str, Callable[[nn.Parameter, int], Any]] = {
     "in place": lambda weight, rank: weight.add_(rank),
+    "init": lambda weight, rank: nn.init.constant_(weight, float(rank)),
+    "flag": lambda weight, rank: nn.functional.threshold(weight, 9.0, float(rank), inplace=True),
+    "operator": lambda weight, rank: torch.ops.aten.mul_.Tensor(weight, 1.0 + rank),
+    "unknown operator": lambda weight, rank: scale_unseen(weight, 1.0 + rank),
     "data": assign_data,
+    "gradient of init": lambda weight, rank: nn.init.constant_(weight.grad, float(rank)),  # type: ignore[arg-type]
     "gradient": lambda weight, rank: weight.grad.mul_(1.0 + rank),  # type: ignore[union-attr]
     "assigned gradient": assign_gradient,
     "past the door": lambda weight, rank: weight.data.mul_(1.0 + rank),
