@@ -48,6 +48,12 @@ def make_loader(
         raise UsageError(f"initialize(training_data=...): {type(data).__name__} is no dataset: {error}") from error
 
 
+def compare_data(core: Engine, loader: DataLoader[Any] | None) -> None:
+    """Raise UsageError on all ranks where some have given data, and others have not. Collective."""
+    given = {"training_data": "given" if loader is not None else "not given"}
+    core.agreement.compare(given, "what initialize() got", "Give all ranks the dataset, or none", error=UsageError)
+
+
 def split_over_ranks(
     loader: DataLoader[Any] | None, core: Engine, config: Config, collate_fn: Collate | None
 ) -> DataLoader[Any] | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from deepoffload.config import TOOL_SECTIONS, TRAINING_FIELDS, Config, Precision, StepOverlap, key_of, parse_config
-from deepoffload.deepspeed.data import make_loader, split_over_ranks
+from deepoffload.deepspeed.data import compare_data, make_loader, split_over_ranks
 from deepoffload.deepspeed.engine import TrainingEngine
 from deepoffload.deepspeed.optimizer_section import listed_parameters, make_optimizer
 from deepoffload.deepspeed.schedulers import make_schedule
@@ -150,8 +150,10 @@ def set_up(
         scheduler = _scheduler(settings, built, lr_scheduler)
         loader = make_loader(settings, training_data, collate_fn)
     if core is None:  # last: what fails before leaves the model as it was
-        core = take_over(settings, model, choice)
+        core = take_over(settings, model, choice, loader)
         _tell_pager(built)
+    else:
+        compare_data(core, loader)
     loader = split_over_ranks(loader, core, settings, collate_fn)
     if built is None:
         log.info("initialize: no optimizer, so the engine only infers")
@@ -174,10 +176,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def take_over(config: Config, model: nn.Module, choice: RankChoice) -> Engine:
-    """Page a model that was built before. One that cannot be placed is left as it was."""
+def take_over(config: Config, model: nn.Module, choice: RankChoice, loader: DataLoader[Any] | None = None) -> Engine:
+    """Page a model that was built before. One that cannot be placed is left as it was. ``loader``: of its data."""
     core = Engine(config, choice.open(config))
     try:
+        compare_data(core, loader)
         with core.agreement.together("placing the model"):
             refuse_distributed([model])
         core.adopt_model(model)

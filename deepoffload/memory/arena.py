@@ -163,15 +163,22 @@ class Arena(Ranges):
 
     Args:
         lends: False where every page has to stay where it is (a device's driver knows it by its address).
-        budget_of: the budget that leaves an arena so many bytes, for errors; all of it is the arena's where that is not
-            said.
+        budget_of: one rank's budget that leaves an arena so many bytes, for errors; all of it is the arena's where that
+            is not said.
+        sharers: ranks of a host, which share its budget.
     """
 
     def __init__(
-        self, capacity_bytes: int, *, lends: bool = True, budget_of: Callable[[int], int] | None = None
+        self,
+        capacity_bytes: int,
+        *,
+        lends: bool = True,
+        budget_of: Callable[[int], int] | None = None,
+        sharers: int = 1,
     ) -> None:
         super().__init__(capacity_bytes, "host_budget")
         self.lends = lends
+        self.sharers = sharers
         self.budget_of: Callable[[int], int] = int if budget_of is None else budget_of
         # On a page border of the largest kind: no such page may reach from the budget's memory into the spare.
         self._spare_start = round_up(self.capacity_bytes, _HUGE_BYTES)
@@ -187,6 +194,10 @@ class Arena(Ranges):
         self.buffer: Any = ffi.buffer(ffi.cast("char *", self.address), self.mapped_bytes)
         self._before_release: list[Callable[[], None]] = []
         weakref.finalize(self.buffer, _release, mapping, self._before_release).atexit = False
+
+    def host_budget_of(self, nbytes: int) -> int:
+        """The host's budget that leaves each rank's arena so many bytes."""
+        return self.budget_of(nbytes) * self.sharers
 
     def give_back_holes(self) -> int:
         """Give the memory of holes back to the system until it is used again. Returns how many bytes. Whole huge pages

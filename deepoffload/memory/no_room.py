@@ -71,11 +71,12 @@ def no_room(
     """
     what = f"{block.name} ({block.kind.name.lower()}, {block.nbytes:,} bytes)"
     budget_bytes = arena.capacity_bytes
+    shared = f", which {arena.sharers} ranks of a host share" if arena.sharers > 1 else ""
     if block.room_bytes > budget_bytes:
         return BudgetError(
             f"{what} alone is larger than the budget of {budget_bytes:,} bytes: raise host_budget to at least "
-            f"{arena.budget_of(block.room_bytes)} bytes, for this one alone.{table}",
-            arena.budget_of(block.room_bytes),
+            f"{arena.host_budget_of(block.room_bytes)} bytes{shared}, for this one alone.{table}",
+            arena.host_budget_of(block.room_bytes),
         )
     present = list(resident)
     held = {b: hold for b in present if (hold := _why_it_stays(b, static, has_nvme)) is not None}
@@ -98,26 +99,27 @@ def no_room(
     if coming:
         lines.append(f"  and the same operation takes {len(coming)} more, which are still away: {coming_bytes:,} bytes")
     if lacking_bytes <= 0:
-        enough_bytes = arena.budget_of(budget_bytes + block.room_bytes + coming_bytes)  # one more hole, at the end
+        enough_bytes = arena.host_budget_of(budget_bytes + block.room_bytes + coming_bytes)  # one more hole, at the end
         lines.append(
             f"Memory is fragmented: {budget_bytes - stay_bytes:,} bytes are free, or can be, but lie in pieces between "
-            "what must stay. " + (_SYSTEM if arena.lends else _DRIVER) + f" raise host_budget to {enough_bytes} bytes."
+            "what must stay. "
+            + (_SYSTEM if arena.lends else _DRIVER)
+            + f" raise host_budget to {enough_bytes} bytes{shared}."
         )
         return BudgetError("\n".join(lines) + table, enough_bytes)
     enough_bytes, every_view_bytes = budget_bytes + lacking_bytes + coming_bytes, 0
     if budget_for is not None:
         kept = [b for b, hold in held.items() if hold in (Hold.IN_USE, Hold.REFERRED_TO)]
         enough_bytes, every_view_bytes = budget_for([block, *kept, *coming], viewed_bytes, enough_bytes)
-    enough_bytes, every_view_bytes = arena.budget_of(enough_bytes), arena.budget_of(every_view_bytes)
+    enough_bytes, every_view_bytes = arena.host_budget_of(enough_bytes), arena.host_budget_of(every_view_bytes)
     lines.append(
         "Views of weights that the program keeps hold their memory, and one call (torch.cat, for example) may need "
         "many at once: drop the views, use the weights one by one,"
         if has_nvme
         else "Nothing can leave memory without NVMe: set nvme_path,"
     )
-    lines.append(
-        f"or raise host_budget by {enough_bytes - arena.budget_of(budget_bytes):,} bytes, to {enough_bytes} bytes."
-    )
+    more_bytes = enough_bytes - arena.host_budget_of(budget_bytes)
+    lines.append(f"or raise host_budget by {more_bytes:,} bytes, to {enough_bytes} bytes{shared}.")
     if every_view_bytes > enough_bytes and Hold.REFERRED_TO in held.values():
         lines.append(f"(A program that keeps more views later needs more: {every_view_bytes} bytes if of all weights.)")
     return BudgetError("\n".join(lines) + table, enough_bytes)

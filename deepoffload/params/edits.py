@@ -21,9 +21,9 @@ from deepoffload.ranks.edited import Edited
 
 
 def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a call of a function of that name writes to: its first argument (``normal_``, ``relu`` with ``inplace``), and
-    what it is given as ``out``."""
-    written = []
+    """What a call of a function of that name writes to: its first argument (``normal_``, ``relu`` with ``inplace``),
+    and what it is given as ``out``."""
+    written: list[Any] = []
     if _changes_its_first(name.partition(".")[0]) or kwargs.get("inplace") is True:  # torch.ops has "mul_.Tensor"
         written += args[:1] or list(kwargs.values())[:1]  # the functions of torch.nn.init give keywords only
     if "out" in kwargs:

@@ -241,7 +241,7 @@ def _late(mine: _Posting, missing: Sequence[int], timeout_s: float) -> str:
     return (
         f"{ranks_in_words(missing)} {have} not come to building a model with {ranks_in_words(mine.members)} within "
         f"{timeout_s:g} s (ranks.timeout_s), for which rank {mine.rank} has waited. Every one of them builds it: is "
-        'one at ranks="local"?'
+        'one at ranks="local", at a call of another model, or at another attempt, after an error that it has caught?'
     )
 
 

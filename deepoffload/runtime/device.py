@@ -7,6 +7,7 @@ import os
 import torch
 
 from deepoffload.config import Config
+from deepoffload.config.resolve import Budgets
 from deepoffload.copies.accelerator import Accelerator, ComputeDevice
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.cpu_device import CpuDevice
@@ -90,6 +91,11 @@ def find_accelerator(config: Config, ranks: RankMap | None = None) -> ComputeDev
         if torch.accelerator.current_device_index() == 0:
             torch.accelerator.set_device_index(number % torch.accelerator.device_count())
     return Accelerator(device)
+
+
+def open_arena(budgets: Budgets, *, lends: bool) -> Arena:
+    """This rank's host memory. Its errors name budgets of the host."""
+    return Arena(budgets.block_bytes, lends=lends, budget_of=budgets.host_bytes_for, sharers=budgets.host_ranks)
 
 
 def open_memory(

@@ -48,7 +48,7 @@ from deepoffload.runtime.compute_types import convert_buffers
 from deepoffload.runtime.construct import Assembly, adoptable, pin_residents
 from deepoffload.runtime.cuts import PIECES_PER_BUDGET, UNITS_PER_BUDGET
 from deepoffload.runtime.departure import Departure, end_unasked, failure_under_way, finish_saves
-from deepoffload.runtime.device import find_accelerator, open_memory, open_rank_memory, take_device_memory
+from deepoffload.runtime.device import find_accelerator, open_arena, open_memory, open_rank_memory, take_device_memory
 from deepoffload.runtime.disk import EngineDisk
 from deepoffload.runtime.durability import Durability
 from deepoffload.runtime.host_share import find_budgets
@@ -137,7 +137,7 @@ class Engine:
         self.budgets = find_budgets(self.agreement, config, paths, accelerator)
         self._grain_bytes = self.budgets.block_bytes
         self._disk.open(config, paths, self.budgets.nvme_bytes, self.agreement)
-        arena = Arena(self.budgets.block_bytes, lends=accelerator is None, budget_of=self.budgets.host_bytes_for)
+        arena = open_arena(self.budgets, lends=accelerator is None)
         graphs = OpenGraphs()
         order = UseOrder(graphs, prefetch=config.prefetch)
         tiers, memory = self._open_memory(arena, order, accelerator)

@@ -34,7 +34,7 @@ _SEED_ADVICE = (
     "load the same checkpoint), and seed by rank only after it"
 )
 
-_MODEL_ADVICE = "Build the same model on all ranks, with the same types, and freeze (requires_grad_(False)) the same parameters on all"
+_MODEL_ADVICE = "Build the same model on all ranks, in the same types, and freeze the same parameters on all"
 _CONFIG_ADVICE = "Give all ranks the same configuration, and install the same versions on all hosts"
 
 

@@ -15,6 +15,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import TensorDataset
 
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
@@ -163,6 +164,12 @@ def initialize_one_rank(**given: Any) -> None:
     deepoffload.initialize(**{"model": mlp(), "config": config, **(given if rank() else {})})
 
 
+def give_one_rank_data() -> None:
+    config = {"host_budget": "32MiB", "ranks": {"timeout_s": 5}, "train_micro_batch_size_per_gpu": 1}
+    data = TensorDataset(torch.zeros(4, 8)) if rank() else None
+    deepoffload.initialize(model=mlp(), config=config, training_data=data)
+
+
 def give_two_configurations() -> None:
     initialize_one_rank(config_params={"host_budget": "32MiB"})
 
@@ -196,6 +203,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "device": give_a_device_that_is_none,
     "two configurations": give_two_configurations,
     "no model": give_no_model,
+    "data": give_one_rank_data,
     "no device": compute_where_there_is_nothing,
     "DTensor": have_a_sharded_parameter,
     "DistributedDataParallel": average_by_torch,

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import deepoffload
-from deepoffload.errors import BudgetError, DeepOffloadError
+from deepoffload.errors import BudgetError, DeepOffloadError, PlacementError
 from tests.support.inspect import pager_of
 from tests.support.rank_processes import LONG_S, SOON_S
 
@@ -328,3 +328,23 @@ def fork_in_the_middle() -> tuple[int, list[float]]:
     losses = train(model, 2, optimizer)
     engine.close()
     return os.waitstatus_to_exitcode(status), losses
+
+
+def build_with_what_is_named(path: str) -> tuple[int, list[tuple[int, str]]]:
+    """A model of whose weights the program keeps views is built with the budget that each refusal names. Returns the
+    budget with which it is there, and the refusals."""
+    budget_bytes, refused = 8192, list[tuple[int, str]]()
+    for _ in range(5):
+        try:
+            with deepoffload.offload_context(host_budget=budget_bytes, nvme_budget="64MiB", nvme_path=path):
+                layers = [nn.Linear(16, 16)]
+                view = layers[0].weight.detach()
+                layers.append(nn.Linear(16, 16))
+                del view
+            return budget_bytes, refused
+        except BudgetError as error:
+            assert error.enough_bytes is not None
+            budget_bytes = error.enough_bytes
+            if not isinstance(error, PlacementError):
+                refused.append((budget_bytes, str(error)))
+    return 0, refused

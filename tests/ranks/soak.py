@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import deepoffload
 from deepoffload import CPUAdamW, offload_context
-from tests.ranks.mean_of_ranks import scale_gradients
+from tests.ranks.mean_of_ranks import MeanOfRanks
 from tests.ranks.training_programs import MODELS, loss_of
 from tests.support.rank_processes import ENDS_WITHIN_S, values_of
 
@@ -112,7 +112,7 @@ def train(soak: Soak, nvme_path: str) -> Seen:
     else:
         context = offload_context(
             {
-                "host_budget": "4MiB",
+                "host_budget": f"{2 * soak.world_size}MiB",
                 "nvme_path": nvme_path,
                 "nvme_budget": "64MiB",
                 "step_overlap": soak.step_overlap,
@@ -123,14 +123,16 @@ def train(soak: Soak, nvme_path: str) -> Seen:
         model: Any = MODELS["gpt"]()
     clip = None if soak.step_overlap == "in_backward" else 1.0
     optimizer = CPUAdamW(model.parameters(), lr=1e-4, max_grad_norm=clip)
-    seen = Seen()
+    mean, seen = MeanOfRanks(model, soak.world_size), Seen()
     for step in range(soak.steps):
         for reader in ranks:
             loss = loss_of(_called(soak, model, step, reader, alone), "gpt", 10 * step + reader)
             loss.backward()
+            if alone:
+                mean.backward_is_over()
             seen.losses.append(float(loss.detach()))
         if alone:
-            scale_gradients(model, 1 / soak.world_size)
+            mean.make()
         if soak.step_overlap == "speculative":
             optimizer.max_grad_norm = 0.01 if step % 10 == 7 else 1e6
         optimizer.step()

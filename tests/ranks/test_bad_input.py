@@ -33,6 +33,7 @@ GIVEN_BY_RANK_1 = {
     "device": 'ConfigError: rank 1 has failed at reading the configuration: device = "gpu0" is not known to torch',
     "two configurations": f"ConfigError: {INITIALIZING} was given config and config_params",
     "no model": f"UsageError: {INITIALIZING}(model=...) takes a torch.nn.Module, not NoneType",
+    "data": "UsageError: what initialize() got differs between ranks: training_data is not given on rank 0",
 }
 
 WRAPPED_ON_RANK_1 = {

@@ -84,6 +84,11 @@ def test_a_refusal_names_the_budget_of_the_host(budget: str, nvme: bool, tmp_pat
     )
 
 
+def test_what_is_short_while_a_model_is_built_names_the_budget_of_the_host(tmp_path: Path) -> None:
+    for enough_bytes, texts in values_of(programs.build_with_what_is_named, 2, str(tmp_path)):
+        assert enough_bytes and all(f"to {enough} bytes, which 2 ranks" in text for enough, text in texts), texts
+
+
 def test_a_rank_may_have_its_model_for_itself() -> None:
     alone = values_of(programs.train_alone, 2)
     assert values_of(programs.train_for_itself, 2) == [(losses, 1) for losses in alone]
