@@ -369,10 +369,9 @@ class _Problem:
             reason = "all fit" if not stays.all() else "everything fits"
         else:
             more_bytes = min(1 << 30, int(self._nbytes[paged].sum()))
-            saved_s = float(self._worth[paged].max()) * more_bytes
             room = "no room" if num_paged == num_free else f"{num_paged} of {num_free} have no room"
-            per = "step" if self._training else "forward pass"
-            reason = f"{room}; {human_bytes(more_bytes)} more would save {saved_s:.2g} s per {per}"
+            saved = f"{self._worth[paged].max() * more_bytes:.2g} s per {'step' if self._training else 'forward pass'}"
+            reason = f"{room}; {human_bytes(more_bytes)} more would save {saved}"
         return Row(
             name=_KINDS[number].value,
             host_bytes=int(self._nbytes[kept].sum()),
