@@ -116,16 +116,17 @@ def _remove_dead() -> None:
 
 
 def _ordinary_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Of parameters that are neither paged nor divided among ranks by torch."""
+    """The dense ones of parameters that are neither paged nor divided among ranks by torch."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if handle_of(param) is None and param.grad is not None and not is_distributed(param):
-                yield param.grad
+            grad = None if handle_of(param) is not None or is_distributed(param) else param.grad
+            if type(grad) is Tensor and grad.layout is torch.strided:
+                yield grad
 
 
 def _sampled_sum(grad: Tensor) -> int:
     """Of the bits of some elements as whole numbers: the same for the same values, in any order."""
-    values = (grad.coalesce().values() if grad.is_sparse else grad).detach().reshape(-1)
+    values = grad.detach().resolve_conj().resolve_neg().reshape(-1)
     samples = values[:: max(1, values.numel() // SAMPLES)].contiguous()
     return int(samples.view(torch.int16 if samples.itemsize == 2 else torch.uint8).sum(dtype=torch.int64))
 
