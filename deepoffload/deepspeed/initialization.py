@@ -142,7 +142,7 @@ def set_up(
         if core is not None:
             warn_of_settings(settings)  # the engine has said those of its own configuration
             settings = core.config if source is None else combine(core.config, settings)
-        if core is None:
+        else:
             refuse_dtensors(model)  # an optimizer would say only that it cannot update them
         clipping = _clipping(settings, optimizer)
         _check_before(settings, model, optimizer, model_parameters, lr_scheduler, training_data)

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from deepoffload.config import Config
 from deepoffload.config.units import format_bytes
 from deepoffload.params.torch_private import parameter_registration_hooks
 from deepoffload.runtime.registration import context_is_open
+from deepoffload.runtime.watch_hooks import WatchHook, remove_dead
 from deepoffload.schedule.placement import Placement
 
 log = logging.getLogger("deepoffload")
@@ -137,7 +137,7 @@ class OutsideWatch:
         self._seen_bytes = 0
         self._said = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        _remove_dead()
+        remove_dead(parameter_registration_hooks)
         self._ask = _Ask(self, "_on_parameter")
         self._ask.handles = (
             registry.register_module_parameter_registration_hook(self._ask),
@@ -145,7 +145,7 @@ class OutsideWatch:
         )
 
     def remove(self) -> None:
-        _remove_dead()
+        remove_dead(parameter_registration_hooks)
         self._ask.remove()
         self._modules.clear()
 
@@ -192,30 +192,8 @@ class OutsideWatch:
                     watch._modules.clear()
 
 
-class _Ask:
-    """A hook of a watch that does not keep the watch alive: torch's registry of hooks is global.
-
-    The watch of an engine that nobody closes dies in any collection of garbage, also while torch goes through the
-    registry. So its hooks stay, and do nothing, until a watch begins or ends.
-
-    Attributes:
-        handles: of both hooks of the watch; the one that is asked of parameters has them.
-    """
-
-    handles: tuple[RemovableHandle, ...] = ()
-
-    def __init__(self, watch: OutsideWatch, method: str) -> None:
-        self.watch = weakref.ref(watch)
-        self._method = method
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def __call__(self, *args: Any) -> None:
-        watch = self.watch()
-        if watch is not None:
-            getattr(watch, self._method)(*args)
+class _Ask(WatchHook):
+    """A hook of an :class:`OutsideWatch`."""
 
     def take_copy(self, param: nn.Parameter, name: str, modules: list[nn.Module]) -> None:
         """``page_in_context`` in ``params/copies.py`` asks every hook."""
@@ -226,12 +204,6 @@ class _Ask:
 
 def _asks() -> list[_Ask]:
     return [hook for hook in list(parameter_registration_hooks.values()) if isinstance(hook, _Ask)]
-
-
-def _remove_dead() -> None:
-    for ask in _asks():
-        if ask.watch() is None:
-            ask.remove()
 
 
 def _bytes_not_paged(roots: Iterable[nn.Module]) -> Counter[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from deepoffload.optim.handles import handle_of
 from deepoffload.params.torch_private import optimizer_step_hooks
@@ -27,6 +25,7 @@ from deepoffload.ranks.group import RankGroup
 from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.words import ranks_in_words
 from deepoffload.runtime.rank_facts import is_distributed
+from deepoffload.runtime.watch_hooks import WatchHook, remove_dead
 
 log = logging.getLogger("deepoffload")
 
@@ -56,16 +55,15 @@ class TrainedApart:
         self._others = [other for other in range(world_size) if other != rank]
         self._names = " and ".join(type(root).__name__ for root in roots)
         self._steps_left = STEPS
-        _remove_dead()
-        self._ask = _AskApart(self)
-        self._ask.handle = register_optimizer_step_pre_hook(self._ask)
+        remove_dead(optimizer_step_hooks)
+        self._hook = WatchHook(self, "before_step")
+        self._hook.handles = (register_optimizer_step_pre_hook(self._hook),)
 
     def remove(self) -> None:
-        _remove_dead()
-        assert self._ask.handle is not None
-        self._ask.handle.remove()
+        remove_dead(optimizer_step_hooks)
+        self._hook.remove()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Compare what it steps with to what the other ranks' does, as far as they have come. The last one to come sees
         all of them; nobody waits."""
         mine = list(_ordinary_gradients(optimizer)) if self._steps_left else []
@@ -92,27 +90,6 @@ def watch_ordinary(group: RankGroup | None, roots: Sequence[nn.Module]) -> list[
         return []
     store = LimitedStore(group.client("ordinary gradients"))
     return [TrainedApart(store, group.ranks.rank, group.ranks.world_size, roots)]
-
-
-class _AskApart:
-    """A hook of a watch that does not keep the watch alive: torch's registry of hooks is global. The watch of an engine
-    that nobody closes may die while torch goes through the registry. So the hook stays, and does nothing, until a watch
-    begins or ends."""
-
-    def __init__(self, watch: TrainedApart) -> None:
-        self.watch = weakref.ref(watch)
-        self.handle: RemovableHandle | None = None
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        watch = self.watch()
-        if watch is not None:
-            watch.before_step(optimizer)
-
-
-def _remove_dead() -> None:
-    for hook in list(optimizer_step_hooks.values()):
-        if isinstance(hook, _AskApart) and hook.watch() is None and hook.handle is not None:
-            hook.handle.remove()
 
 
 def _ordinary_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
