@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,13 +12,16 @@ from torch import Tensor
 
 from deepoffload.errors import BudgetError
 from deepoffload.memory.block import Block
+from deepoffload.memory.detour import read_in, write_out
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import round_up
+from deepoffload.optim.contribution import Contribution
 from deepoffload.optim.contribution_layout import CARRIER, MORE, PRESENT, ContributionLayout, Stretch
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.ranks.exchange import Reduction, TransferSizes
+from deepoffload.schedule.block_state import BlockState
 from deepoffload.schedule.placement import BlockKind
 
 SLOTS_MIN = 2
@@ -122,25 +125,20 @@ class ContributionSlots:
             threads = 1 if numel <= cpu_adam.CHUNK else num_threads()
             cpu_adam.copy(base + place, source + start * itemsize, numel * itemsize, threads)
 
-    def seal(
-        self,
-        offset: int,
-        layout: ContributionLayout,
-        dtypes: Sequence[torch.dtype],
-        present: Container[int],
-        coming: Container[int],
-    ) -> None:
-        """Say in a contribution which gradients it has, ``present`` by their numbers, and fill the place of others. Of
-        those in ``coming`` this rank may give more before the step."""
+    def seal(self, contribution: Contribution) -> None:
+        """Say in a contribution in a slot which gradients it has and which may still come, and fill the place of those
+        that it lacks."""
+        layout, dtypes = contribution.plan.layout, [handle.dtype for handle in contribution.plan.numbers]
+        present, coming = contribution.present, contribution.coming
         for number, dtype in enumerate(dtypes):
             if number not in present:
                 for _, numel, place in layout.stretches(number):
-                    nothing = self.view(offset + place, dtype, numel * dtype.itemsize)
+                    nothing = self.view(contribution.offset + place, dtype, numel * dtype.itemsize)
                     with outside_user_modes():
                         nothing.fill_(-0.0)
         said = bytes(PRESENT * (number in present) | MORE * (number in coming) for number in range(len(dtypes)))
         for place in layout.presence_offsets():
-            ctypes.memmove(self._tiers.arena.address + offset + place, said, len(said))
+            ctypes.memmove(self._tiers.arena.address + contribution.offset + place, said, len(said))
 
     def has_room_aside(self, layout: ContributionLayout) -> bool:
         """Whether a contribution may lie in memory outside of slots, together with those that do so now: next to all
@@ -152,49 +150,76 @@ class ContributionSlots:
         placement = self._tiers.room.placement
         return math.inf if placement is None else placement.capacity_bytes - placement.minimum_bytes
 
-    def move_out(self, offset: int, layout: ContributionLayout, unit_name: str) -> Block | None:
-        """Free a slot whose contribution other ranks do not know yet: it goes into a block, which is paged like others.
-        None, with nothing done, where there is no room for one, now or when the others want it."""
+    def move_out(self, contribution: Contribution) -> bool:
+        """Free the slot of a contribution that other ranks do not know yet. It goes into a block, which is paged like
+        others; straight to NVMe where memory has no room for one. False, with nothing done, where there is no NVMe
+        either.
+
+        Raises:
+            IoFailure: it could not be written. Nothing is done.
+        """
+        tiers, offset, nbytes = self._tiers, contribution.offset, contribution.plan.layout.nbytes
+        block = tiers.create(f"a contribution to {contribution.plan.unit.name}", BlockKind.GRADIENT, nbytes)
+        try:
+            has_room = round_up(nbytes) <= self._spare_bytes() and tiers.transfers.spare_disk_bytes() >= 0
+            moved = has_room and self._copy_out(block, offset)
+            moved = moved or write_out(tiers, block, tiers.arena.address + offset)
+        except BaseException:
+            tiers.remove(block)
+            raise
+        if not moved:
+            tiers.remove(block)
+            return False
+        contribution.block = block
+        self.free.append(offset)
+        return True
+
+    def _copy_out(self, block: Block, offset: int) -> bool:
         tiers = self._tiers
-        if round_up(layout.nbytes) > self._spare_bytes():
-            return None
-        block = tiers.create(f"a contribution to {unit_name}", BlockKind.GRADIENT, layout.nbytes)
         try:
             tiers.acquire(block, load=False)
         except BudgetError:
-            tiers.remove(block)
-            return None
-        cpu_adam.copy(tiers.address(block), tiers.arena.address + offset, layout.nbytes, num_threads())
+            return False
+        cpu_adam.copy(tiers.address(block), tiers.arena.address + offset, block.nbytes, num_threads())
         tiers.release(block)
-        self.free.append(offset)
-        return block
+        return True
 
-    def move_in(self, block: Block, offset: int, layout: ContributionLayout) -> None:
-        """The contribution in a block goes back into a slot, and the block goes.
+    def move_in(self, contribution: Contribution) -> None:
+        """The contribution in a block goes into a free slot, and the block goes.
 
         Raises:
-            BudgetError: the host budget has no room for it while it is copied.
+            IoFailure: it could not be read. Nothing is done.
         """
-        tiers = self._tiers
-        tiers.acquire(block)
-        cpu_adam.copy(tiers.arena.address + offset, tiers.address(block), layout.nbytes, num_threads())
-        tiers.release(block)
+        tiers, block, offset = self._tiers, _block_of(contribution), self.free[-1]
+        if block.state is BlockState.ON_NVME:
+            read_in(tiers, block, tiers.arena.address + offset)
+        else:
+            tiers.acquire(block)
+            cpu_adam.copy(tiers.arena.address + offset, tiers.address(block), block.nbytes, num_threads())
+            tiers.release(block)
         tiers.remove(block)
+        contribution.offset, contribution.block = self.free.pop(), None
+        contribution.memory = self.slot(contribution.offset, contribution.plan.layout)
 
-    def bring_back(self, block: Block, layout: ContributionLayout) -> Tensor:
-        """Such a contribution as transports see it. It stays where it is until :meth:`drop`."""
+    def bring_back(self, contribution: Contribution) -> None:
+        """Have the contribution in a block in memory outside of slots, for transports, until :meth:`drop`.
+
+        Raises:
+            BudgetError: there is no room for it.
+        """
+        block = _block_of(contribution)
         self._tiers.acquire(block)
         block.copying += 1  # else it might move
         self._aside_bytes += block.room_bytes
         if block.offset is None:
             raise RuntimeError(f"{block.name} has no memory")
-        return self.slot(block.offset, layout)
+        contribution.memory = self.slot(block.offset, contribution.plan.layout)
 
-    def drop(self, offset: int, block: Block | None) -> None:
-        """A contribution has been read by all: the slot at ``offset`` is free, or the block that it was moved to
-        goes."""
+    def drop(self, contribution: Contribution) -> None:
+        """A contribution has been read by all: its slot is free, or the block that it was moved to goes."""
+        block = contribution.block
         if block is None:
-            self.free.append(offset)
+            self.free.append(contribution.offset)
             return
         block.copying -= 1
         self._aside_bytes -= block.room_bytes
@@ -207,3 +232,9 @@ class ContributionSlots:
             start = self._tiers.room.reserve("gradients on their way to other ranks", nbytes)
         self._ranges.append(start)
         return start
+
+
+def _block_of(contribution: Contribution) -> Block:
+    if contribution.block is None:
+        raise RuntimeError(f"a contribution to {contribution.plan.unit.name} is in its slot")
+    return contribution.block

@@ -16,11 +16,10 @@ cannot see where the outer one ends: at its own end all that is there is announc
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -177,9 +176,8 @@ class Contributions:
             last.synchronize()
         with self._tiers.lock:
             self._post_left(wait=True)  # the program may wait for other ranks now, which wait for these
-            if in_backward():
-                return
-            self._link.end_backward()
+            if not in_backward():
+                self._link.end_backward()
 
     def announce_all(self, *, is_over: bool = True) -> None:
         """Announce what is there, complete or not. ``is_over``: this backward makes no more gradients."""
@@ -217,28 +215,31 @@ class Contributions:
         """Free the slot of the oldest one that is being filled: it goes into a block. Where there is no room for that
         it is announced, and what comes is another part of it."""
         oldest = next(one for one in self._open if one.block is None)
-        if self._out is not None:
-            self._out.mark().synchronize()
-            oldest.sources.clear()
-        oldest.block = self._slots.move_out(oldest.offset, oldest.plan.layout, oldest.plan.unit.name)
-        if oldest.block is None:
+        if not self._move_out(oldest):
             self._announce(oldest)
+
+    def _move_out(self, contribution: Contribution) -> bool:
+        """Free the slot of one that has not been launched; False where there is no room for it elsewhere."""
+        if contribution.sources and self._out is not None:
+            self._out.mark().synchronize()
+            contribution.sources.clear()
+        return self._slots.move_out(contribution)
 
     def _return(self, contribution: Contribution) -> None:
         """Have one that was put aside in a slot again."""
-        block, layout = contribution.block, contribution.plan.layout
-        if block is not None:
-            contribution.offset = self._take_slot()
-            self._with_room(partial(self._slots.move_in, block, contribution.offset, layout))
-            contribution.memory, contribution.block = self._slots.slot(contribution.offset, layout), None
+        if contribution.block is not None:
+            self._slots.free.append(self._take_slot())
+            self._slots.move_in(contribution)
 
     def _await_read(self) -> None:
         """Wait until the other ranks have read this rank's part in the oldest reduction that has landed here."""
         oldest = self._landed[0]
         SHIELD.outside(self._link.rounds.wait_flight, Reading(oldest.flight), oldest.plan.want)
 
-    def _in_slots(self) -> list[Contribution]:
-        return [contribution for contribution in self._announced if contribution.block is None]
+    def _in_slots(self, *, including_open: bool = False) -> list[Contribution]:
+        """Those announced and not launched. ``including_open``: all not launched, first what may stay longest."""
+        found = [*reversed(self._announced), *self._leaving, *self._open] if including_open else self._announced
+        return [contribution for contribution in found if contribution.block is None]
 
     def _await_launch(self, contribution: Contribution) -> None:
         """Wait for the launch of a contribution that is in a slot. `[Note: contributions that wait]` It may take long:
@@ -250,9 +251,8 @@ class Contributions:
         SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.A_WHILE, limit_s)
         if contribution not in self._announced:
             return
-        contribution.block = self._slots.move_out(contribution.offset, plan.layout, plan.unit.name)
         self._launched_since_moved = False
-        if contribution.block is None:
+        if not self._move_out(contribution):
             SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.ROOM)
 
     def _announce(self, contribution: Contribution, *, is_over: bool = False) -> None:
@@ -263,6 +263,7 @@ class Contributions:
         contribution.coming = {
             n for n in plan.numbers.values() if self._gradients.adds_up or not (is_over or n in present)
         }
+        self._slots.seal(contribution)
         if self._out is None:
             self._post(contribution)
         else:
@@ -278,11 +279,9 @@ class Contributions:
             self._post(contribution)
 
     def _post(self, contribution: Contribution) -> None:
-        plan, dtypes = contribution.plan, [handle.dtype for handle in contribution.plan.numbers]
-        self._slots.seal(contribution.offset, plan.layout, dtypes, contribution.present, contribution.coming)
-        plan.posted.append(contribution)
+        contribution.plan.posted.append(contribution)
         self._announced.append(contribution)
-        self._link.post_reduce(plan.index)
+        self._link.post_reduce(contribution.plan.index)
         self.poll()
 
     # -- from the other ranks --------------------------------------------------------------------------------------
@@ -298,10 +297,7 @@ class Contributions:
         if self._link.ranks.rank in payload.ranks:
             given = plan.posted.popleft()
             self._announced.remove(given)
-            if given.block is not None:
-                while (self._landed or self._reducing) and not self._slots.has_room_aside(plan.layout):
-                    self._let_one_leave()
-                given.memory = self._with_room(partial(self._slots.bring_back, given.block, plan.layout))
+            self._bring_back(given)
             self._launched_since_moved = True
         while not self._slots.free_scratch:
             self._land_first()
@@ -313,15 +309,19 @@ class Contributions:
         self._gradients.parts_come(plan.block)
         return reducing
 
-    def _with_room(self, fetch: Callable[[], Any]) -> Any:
-        """``fetch`` a contribution that went into a block. Where there is no room, what is in flight leaves before."""
-        while True:
-            try:
-                return fetch()
-            except BudgetError:
-                if not (self._landed or self._reducing):
-                    raise
-            self._let_one_leave()
+    def _bring_back(self, given: Contribution) -> None:
+        """Have one where transports can read it: outside of slots where memory has room for that next to all that a
+        step needs, else in a slot, which what is in flight leaves for it, or else one that has not been launched."""
+        while given.block is not None:
+            if self._slots.has_room_aside(given.plan.layout):
+                with contextlib.suppress(BudgetError):
+                    return self._slots.bring_back(given)
+            if self._slots.free:
+                self._slots.move_in(given)
+            elif self._landed or self._reducing:
+                self._let_one_leave()
+            elif not any(self._move_out(one) for one in self._in_slots(including_open=True)):
+                return self._slots.bring_back(given)
 
     def _let_one_leave(self) -> None:
         """Have the memory of the oldest that is in flight."""
@@ -447,4 +447,4 @@ class Contributions:
             reducing.flight.release()
             self._landed.remove(reducing)
             if reducing.given is not None:
-                self._slots.drop(reducing.given.offset, reducing.given.block)
+                self._slots.drop(reducing.given)
