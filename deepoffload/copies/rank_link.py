@@ -151,6 +151,7 @@ class RankLink:
         values_of_rank_0: as :class:`RankGroup` says.
         rounds: what waits for other ranks.
         on_reduce: starts reductions; none are posted before it is there.
+        on_forward: called when the program enters the forward of units, by number, also in a backward.
         before_meeting: called before this rank waits at a step or at the end, in order.
         state: serves gathers of optimizer state; none are posted before it is there.
         notices: left for the other ranks and by them.
@@ -173,6 +174,7 @@ class RankLink:
         self.rates = rates
         self.timeout_s = timeout_s
         self.on_reduce: Reducer | None = None
+        self.on_forward: Callable[[Sequence[int]], None] = lambda units: None
         self.before_meeting: list[Callable[[], None]] = []
         self.state: StateGatherer | None = None
         self._lock = lock

@@ -27,7 +27,7 @@ class Contribution:
         memory: where they lie, as transports see it; meaningless while they wait in a block.
         block: where they lie when their slot was needed for others before their reduction could start.
         present: numbers of the parameters that it has. coming: of those that this rank may give more of.
-        missing: how many expected ones it lacks.
+        was_passed: gradients of another unit have begun to come since. was_resumed: and more of these came then.
         sources: gradients on a device from which it is copied, since ``begin_s``.
         left: the event of the end of that, once it is complete.
     """
@@ -35,7 +35,8 @@ class Contribution:
     plan: ContributionPlan
     offset: int
     memory: Tensor
-    missing: int
+    was_passed: bool = False
+    was_resumed: bool = False
     present: set[int] = field(default_factory=set)
     coming: set[int] = field(default_factory=set)
     block: Block | None = None
@@ -60,11 +61,10 @@ class ContributionPlan:
         index: by which the ranks know it.
         block: in which it lands.
         numbers: of its trained parameters, in the order of the gradient layout.
-        expected: numbers of those whose gradients complete a contribution; ``came``: of those that came in this step.
         open: what is being filled.
         posted: what has been announced and not been launched, in order.
-        was_cut: a rank has had several parts in one backward. spans: it had them in a step before this one, so
-            gradients of other units come in between.
+        has_landed: gradients of it have. was_cut: on some rank, gradients of other units came between those of it.
+        comes_whole: gradients of it have landed in the steps before, and never in such a way.
     """
 
     index: int
@@ -72,12 +72,11 @@ class ContributionPlan:
     block: Block
     layout: ContributionLayout
     numbers: dict[ParamHandle, int]
-    expected: frozenset[int]
-    came: set[int] = field(default_factory=set)
     open: Contribution | None = None
     posted: deque[Contribution] = field(default_factory=deque)
+    has_landed: bool = False
     was_cut: bool = False
-    spans: bool = False
+    comes_whole: bool = False
 
     @property
     def want(self) -> Want:

@@ -9,7 +9,7 @@ autograd makes::
 An element has the same place in its range as in the fp32 shard, with another element size. Where autograd has made no
 gradient of a parameter, the contribution has -0.0, which changes no bit of what it is added to. The last bytes of each
 part say which parameters these are: one byte for each, with ``PRESENT`` where there is a gradient, and ``MORE`` where
-the rank may give another one before the step.
+the rank may give another one before the step. All have ``RESUMED`` where others came between the unit's gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANGE_ALIGNMENT_BYTES = SUM_BLOCK * FP32_BYTES
 """Ranges begin at multiples of it in their part, so what is landed chunk by chunk cuts no block of a sum of squares."""
 PART_ALIGNMENT_BYTES = 64
 
-PRESENT, MORE = 1, 2
+PRESENT, MORE, RESUMED = 1, 2, 4
 """What a contribution says of a parameter, in bits."""
 
 CARRIER = torch.int16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from deepoffload.copies.rank_link import late_index
 from deepoffload.memory.block import Block
@@ -20,6 +20,10 @@ class ContributionPlans:
         self._rank = rank
         self._plans: dict[int, ContributionPlan] = {}
         self._plan_of: dict[ParamHandle, ContributionPlan] = {}
+
+        self._entered: set[int] = set()
+        self._left: set[int] = set()
+        self._come_back_to: set[int] = set()
 
     def __iter__(self) -> Iterator[ContributionPlan]:
         return iter(tuple(self._plans.values()))
@@ -40,11 +44,11 @@ class ContributionPlans:
         return [self._plans[index] for index in (unit.index, late_index(unit.index)) if index in self._plans]
 
     def add(self, index: int, unit: Unit, block: Block, gradients: ShardLayout) -> ContributionPlan:
-        """Plan for the parameters whose gradients land in ``block``. None of them is expected yet."""
+        """Plan for the parameters whose gradients land in ``block``."""
         handles = trained_of(block)
         numbers = {handle: number for number, handle in enumerate(handles)}
         layout = ContributionLayout(gradients, [handle.dtype for handle in handles], self._rank)
-        self._plans[index] = plan = ContributionPlan(index, unit, block, layout, numbers, frozenset())
+        self._plans[index] = plan = ContributionPlan(index, unit, block, layout, numbers)
         self._plan_of.update(dict.fromkeys(handles, plan))
         return plan
 
@@ -58,9 +62,24 @@ class ContributionPlans:
         """The size of the largest part that another rank takes of a contribution."""
         return max((plan.layout.part_nbytes for plan in self), default=0)
 
+    def enters(self, units: Sequence[int]) -> None:
+        """The program enters the forward of units, by number."""
+        now = set(units)
+        self._come_back_to |= now & self._left
+        self._left |= self._entered - now
+        self._entered = now
+
+    def comes_whole(self, plan: ContributionPlan) -> bool:
+        """Whether no gradients of other units are expected between those of this one. [Note: when a unit is
+        announced]"""
+        return plan.comes_whole and plan.unit.index not in self._come_back_to
+
+    def end_of_backward(self) -> None:
+        """Forwards that begin now belong to another one."""
+        self._entered, self._left, self._come_back_to = set(), set(), set()
+
     def end_of_step(self) -> None:
-        """From now on those gradients are expected that came in this step."""
+        """All ranks know the same of how gradients came. [Note: when a unit is announced]"""
         for plan in self:
-            plan.spans |= plan.was_cut
-            if plan.came:
-                plan.expected, plan.came = frozenset(plan.came), set()
+            plan.comes_whole = plan.has_landed and not plan.was_cut
+        self.end_of_backward()

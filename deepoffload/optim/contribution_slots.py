@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from deepoffload.memory.tier_manager import TierManager
 from deepoffload.native import cpu_adam
 from deepoffload.native.aio import round_up
 from deepoffload.optim.contribution import Contribution
-from deepoffload.optim.contribution_layout import CARRIER, MORE, PRESENT, ContributionLayout, Stretch
+from deepoffload.optim.contribution_layout import CARRIER, MORE, PRESENT, RESUMED, ContributionLayout, Stretch
+from deepoffload.optim.gradients_out import GradientsOut
 from deepoffload.optim.threads import num_threads
 from deepoffload.params.torch_private import outside_user_modes
 from deepoffload.ranks.exchange import Reduction, TransferSizes
@@ -71,7 +73,7 @@ def reduction_of(part_bytes: int, contributors: tuple[int, ...]) -> Reduction:
 
 class ContributionSlots:
     """Slots and scratch memory in the arena, whose addresses other ranks know: they do not move. Guarded by the tier
-    manager's lock.
+    manager's lock. ``out``: brings gradients from the device that computes them; None for a CPU.
 
     Attributes:
         sizes: of what there is.
@@ -79,8 +81,9 @@ class ContributionSlots:
         free_scratch: scratch memory, as uint8.
     """
 
-    def __init__(self, tiers: TierManager) -> None:
+    def __init__(self, tiers: TierManager, out: GradientsOut | None = None) -> None:
         self._tiers = tiers
+        self._out = out
         self.sizes = SlotSizes()
         self.free: list[int] = []
         self.free_scratch: list[Tensor] = []
@@ -118,8 +121,18 @@ class ContributionSlots:
         """A contribution in a slot, as transports see it."""
         return self.view(offset, CARRIER, layout.nbytes)
 
-    def put(self, offset: int, stretches: Sequence[Stretch], grad: Tensor) -> None:
+    def put(self, contribution: Contribution, number: int, grad: Tensor) -> None:
         """Copy a gradient, whose elements lie in memory as those of its parameter, into the contribution in a slot."""
+        stretches = contribution.plan.layout.stretches(number)
+        if self._out is None:
+            self._copy(contribution.offset, stretches, grad)
+        else:
+            contribution.begin_s = contribution.begin_s or time.perf_counter()
+            contribution.sources.append(self._out.put(contribution.offset, stretches, grad))
+        contribution.present.add(number)
+        contribution.was_resumed |= contribution.was_passed
+
+    def _copy(self, offset: int, stretches: Sequence[Stretch], grad: Tensor) -> None:
         base, source, itemsize = self._tiers.arena.address + offset, grad.data_ptr(), grad.element_size()
         for start, numel, place in stretches:
             threads = 1 if numel <= cpu_adam.CHUNK else num_threads()
@@ -136,7 +149,8 @@ class ContributionSlots:
                     nothing = self.view(contribution.offset + place, dtype, numel * dtype.itemsize)
                     with outside_user_modes():
                         nothing.fill_(-0.0)
-        said = bytes(PRESENT * (number in present) | MORE * (number in coming) for number in range(len(dtypes)))
+        resumed = RESUMED * contribution.was_resumed
+        said = bytes(resumed | PRESENT * (n in present) | MORE * (n in coming) for n in range(len(dtypes)))
         for place in layout.presence_offsets():
             ctypes.memmove(self._tiers.arena.address + contribution.offset + place, said, len(said))
 
@@ -158,6 +172,11 @@ class ContributionSlots:
         Raises:
             IoFailure: it could not be written. Nothing is done.
         """
+        if contribution.block is not None:
+            raise RuntimeError(f"a contribution to {contribution.plan.unit.name} is in no slot")
+        if contribution.sources and self._out is not None:
+            self._out.mark().synchronize()
+            contribution.sources.clear()
         tiers, offset, nbytes = self._tiers, contribution.offset, contribution.plan.layout.nbytes
         block = tiers.create(f"a contribution to {contribution.plan.unit.name}", BlockKind.GRADIENT, nbytes)
         try:

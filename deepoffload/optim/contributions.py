@@ -1,17 +1,16 @@
 """Gradients on their way from autograd to the ranks that own them.
 
-What autograd has made of a unit is collected in a *contribution*. When every gradient that is expected has come it is
-*announced*: a reduction is posted, which starts when all ranks have announced theirs. The parts that arrive are landed
-by :class:`~deepoffload.optim.rank_gradients.RankGradients`, in the order in which the reductions started.
+What autograd has made of a unit is collected in a *contribution*. When every gradient has come it is *announced*: a
+reduction is posted, which starts when all ranks have announced theirs. The parts that arrive are landed by
+:class:`~deepoffload.optim.rank_gradients.RankGradients`, in the order in which the reductions started.
 
-`[Note: which gradients are expected]` Autograd does not say which gradients will come. In the first step all of a unit
-are expected, later those that came in the step before. If one stays away its unit is announced at the end of backward,
-or when somebody looks at the gradient. One that comes after its unit has been announced, or a second time, makes
-another contribution. So a wrong guess costs a transfer, and never a gradient. When gradients of another unit begin to
-come, a unit that lacks some is announced without them: experts without tokens, for example. If more of them come after
-all, on any rank, no rank announces it so early in the steps that follow. So ranks cut alike, which keeps the order of
-sums; in the first step only where they use the same units. A backward inside another one (reentrant checkpointing)
-cannot see where the outer one ends: at its own end all that is there is announced.
+`[Note: when a unit is announced]` Autograd does not say which gradients will come. A unit that lacks some is announced
+when gradients of another one begin to come: experts without tokens, for example. If more of them come after all, they
+make another contribution. That costs a transfer, and ranks that cut a unit at different places add its gradients up in
+another order. So until it is known that a unit's gradients come without others in between, on all ranks, it is
+announced at the end of backward, or when somebody looks at the gradient. Each contribution says whether that was so. A
+backward inside another one (reentrant checkpointing) does not see where the outer one ends. A layer that is computed
+again does, and asks to be told. Where none has asked, all that is there is announced at the end of the inner one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -65,7 +64,7 @@ class Contributions:
         self._gradients = gradients
         self._out = out
         self._plans = ContributionPlans(link.ranks.rank)
-        self._slots = ContributionSlots(tiers)
+        self._slots = ContributionSlots(tiers, out)
         self._open: list[Contribution] = []  # the oldest first
         self._leaving: deque[Contribution] = deque()  # complete, and on their way from the device
         self._announced: deque[Contribution] = deque()  # the posted ones of all units
@@ -76,6 +75,7 @@ class Contributions:
         self._launched_since_moved = True
         self._graph_tasks: set[int] = set()  # those whose end we are told of
         link.on_reduce = self.launch
+        link.on_forward = self._enters
         link.before_meeting.append(self.land_launched)
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -90,13 +90,11 @@ class Contributions:
         with self._tiers.lock:
             for unit in units:
                 if unit.gradient_layout is not None and unit.gradients is not None and unit.index not in self._plans:
-                    plan = self._plans.add(unit.index, unit, unit.gradients, unit.gradient_layout)
-                    plan.expected = frozenset(plan.numbers.values())
+                    self._plans.add(unit.index, unit, unit.gradients, unit.gradient_layout)
             self._fit()
 
     def reserve_late(self, unit: Unit, block: Block, layout: ShardLayout) -> None:
-        """The same for parameters of a unit that were frozen when it was made. Their gradients land in ``block``. None
-        is expected before :meth:`expect`.
+        """The same for parameters of a unit that were frozen when it was made. Their gradients land in ``block``.
 
         Raises:
             As :meth:`reserve`.
@@ -108,11 +106,6 @@ class Contributions:
             except BaseException:
                 self._plans.drop(late_index(unit.index))
                 raise
-
-    def expect(self, handle: ParamHandle) -> None:
-        """From now on a parameter has gradients."""
-        plan = self._plans.of(handle)
-        plan.expected |= {plan.numbers[handle]}
 
     def _fit(self) -> None:
         """Have slots for the largest contribution. For larger ones everything that is under way lands before."""
@@ -148,28 +141,32 @@ class Contributions:
         self._return(contribution)
         if grad.stride() != handle.stride or grad.is_neg():
             grad = outside_gradient.with_stride(grad, handle)
-        if self._out is None:
-            self._slots.put(contribution.offset, plan.layout.stretches(number), grad)
-        else:
-            contribution.begin_s = contribution.begin_s or time.perf_counter()
-            contribution.sources.append(self._out.put(contribution.offset, plan.layout.stretches(number), grad))
-        contribution.present.add(number)
-        contribution.missing -= number in plan.expected
-        plan.came.add(number)
-        if contribution.missing == 0:
+        self._slots.put(contribution, number, grad)
+        is_complete = len(contribution.present) == len(plan.numbers)
+        if is_complete:
             self._announce(contribution)
+        self._watch_backward()
+        return is_complete
+
+    def _enters(self, units: Sequence[int]) -> None:
+        if in_backward():
+            self._watch_backward()
+        else:
+            self._plans.enters(units)
+
+    def _watch_backward(self) -> None:
+        """Be told of the end of the backward that this thread is in."""
         task = graph_task()
         if task >= 0 and task not in self._graph_tasks:
             self._graph_tasks.add(task)
             call_at_end_of_backward(lambda: self._backward_ends(task))
-        return contribution.missing == 0
 
     def _backward_ends(self, task: int) -> None:
-        """[Note: which gradients are expected] The others need not wait for parts in units that this rank has not used.
-        A backward inside another one does not know these."""
+        """[Note: when a unit is announced] The others need not wait for parts in units that this rank has not used."""
         with self._tiers.lock:
             self._graph_tasks.discard(task)
-            self.announce_all(is_over=not in_backward())
+            if not (in_backward() and self._graph_tasks):
+                self.announce_all(is_over=not in_backward())
             last = self._leaving[-1].left if self._leaving else None
         if last is not None:
             # Without the lock, so that others are served meanwhile: the device may wait for them, as NCCL's sums do.
@@ -177,6 +174,7 @@ class Contributions:
         with self._tiers.lock:
             self._post_left(wait=True)  # the program may wait for other ranks now, which wait for these
             if not in_backward():
+                self._plans.end_of_backward()
                 self._link.end_backward()
 
     def announce_all(self, *, is_over: bool = True) -> None:
@@ -185,12 +183,14 @@ class Contributions:
             self._announce(self._open[0], is_over=is_over)
 
     def _begin(self, plan: ContributionPlan) -> Contribution:
-        """Fill another contribution. [Note: which gradients are expected]"""
-        for other in [other for other in self._open if not other.plan.spans]:
-            self._announce(other)
+        """Fill another contribution. [Note: when a unit is announced]"""
+        for other in tuple(self._open):
+            other.was_passed = True
+            if self._plans.comes_whole(other.plan) and other in self._open:
+                self._announce(other)
         offset = self._take_slot()
         memory = self._slots.slot(offset, plan.layout)
-        plan.open = Contribution(plan, offset, memory, len(plan.expected))
+        plan.open = Contribution(plan, offset, memory)
         self._open.append(plan.open)
         self._gradients.parts_come(plan.block)
         return plan.open
@@ -215,15 +215,8 @@ class Contributions:
         """Free the slot of the oldest one that is being filled: it goes into a block. Where there is no room for that
         it is announced, and what comes is another part of it."""
         oldest = next(one for one in self._open if one.block is None)
-        if not self._move_out(oldest):
+        if not self._slots.move_out(oldest):
             self._announce(oldest)
-
-    def _move_out(self, contribution: Contribution) -> bool:
-        """Free the slot of one that has not been launched; False where there is no room for it elsewhere."""
-        if contribution.sources and self._out is not None:
-            self._out.mark().synchronize()
-            contribution.sources.clear()
-        return self._slots.move_out(contribution)
 
     def _return(self, contribution: Contribution) -> None:
         """Have one that was put aside in a slot again."""
@@ -249,10 +242,10 @@ class Contributions:
         plan = contribution.plan
         limit_s = self.wait_s if self._launched_since_moved else 0.0
         SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.A_WHILE, limit_s)
-        if contribution not in self._announced:
-            return
+        if contribution not in self._in_slots():
+            return  # launched, or moved out for one that was
         self._launched_since_moved = False
-        if not self._move_out(contribution):
+        if not self._slots.move_out(contribution):
             SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.ROOM)
 
     def _announce(self, contribution: Contribution, *, is_over: bool = False) -> None:
@@ -320,7 +313,7 @@ class Contributions:
                 self._slots.move_in(given)
             elif self._landed or self._reducing:
                 self._let_one_leave()
-            elif not any(self._move_out(one) for one in self._in_slots(including_open=True)):
+            elif not any(self._slots.move_out(one) for one in self._in_slots(including_open=True)):
                 return self._slots.bring_back(given)
 
     def _let_one_leave(self) -> None:
@@ -395,7 +388,7 @@ class Contributions:
             return not self.is_under_way(unit)
 
     def end_of_step(self) -> None:
-        """What comes from now on belongs to the next step. [Note: which gradients are expected]"""
+        """What comes from now on belongs to the next step. [Note: when a unit is announced]"""
         self._graph_tasks.clear()
         self._plans.end_of_step()
 
@@ -428,15 +421,17 @@ class Contributions:
         self._gradients.before_landing(first.plan.unit, first.plan.block)
         if not self._reducing or self._reducing[0] is not first:
             return  # it has landed meanwhile
-        self._is_landing = True
+        self._is_landing, plan = True, first.plan
         try:
-            self._gradients.land_parts(first.plan.block, first.plan.layout, first.flight, is_partial=first.is_partial)
+            plan.was_cut |= self._gradients.land_parts(
+                plan.block, plan.layout, first.flight, is_partial=first.is_partial
+            )
         finally:
             self._is_landing = False
+        plan.has_landed = True
         self._reducing.popleft()
         self._slots.free_scratch.append(first.scratch)
         self._landed.append(first)
-        plan = first.plan
         more_come = plan.open is not None or bool(plan.posted) or any(one.plan is plan for one in self._on_the_way())
         self._gradients.after_landing(plan.block, more_come=more_come)
 

@@ -24,8 +24,9 @@ class Lands(Protocol):
     def before_landing(self, unit: Unit, block: Block) -> None:
         """Parts of a unit are about to land in its block ``block``."""
 
-    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> None:
-        """Take all parts of this rank's shard. ``is_partial``: other ranks may give theirs later."""
+    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> bool:
+        """Take all parts of this rank's shard. ``is_partial``: other ranks may give theirs later. Returns whether a
+        rank says that other units' gradients came between those of this one."""
 
     def after_landing(self, block: Block, *, more_come: bool) -> None:
         """They have landed. ``more_come``: others are on their way."""

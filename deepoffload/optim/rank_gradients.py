@@ -21,7 +21,7 @@ from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam
 from deepoffload.optim import outside_gradient
-from deepoffload.optim.contribution_layout import CARRIER, PRESENT, ContributionLayout
+from deepoffload.optim.contribution_layout import CARRIER, MORE, PRESENT, RESUMED, ContributionLayout
 from deepoffload.optim.contributions import Contributions
 from deepoffload.optim.dtypes import NATIVE_DTYPES
 from deepoffload.optim.gradient_state import GradientOwner, GradientRecord, GradientSlot, GradientState
@@ -113,7 +113,6 @@ class RankGradients(Gradients):
             if record.slot.block in unit.late_gradients:
                 ensure_pieces(self.tiers, handle)
                 handle.master_stale = True  # frozen weights have no remainder: the master starts as what the weight is
-                self.contributions.expect(handle)
 
     def give_block(
         self, block: Block, handles: list[ParamHandle], places: Sequence[Place], dtypes: list[torch.dtype]
@@ -237,8 +236,9 @@ class RankGradients(Gradients):
             self.drop_stepped(trained_of(block))
         self.pager.memory.settle(block)
 
-    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> None:
-        """Add the parts of this rank's shard up in rank order, and note whose gradients were in them."""
+    def land_parts(self, block: Block, layout: ContributionLayout, parts: PartsFlight, *, is_partial: bool) -> bool:
+        """Add the parts of this rank's shard up in rank order, and note whose gradients were in them. Returns whether a
+        rank says that others came between them."""
         owner = owner_of(block)
         sums = [_Sum() for _ in owner.records]
         there = bytearray(len(owner.records))
@@ -265,7 +265,9 @@ class RankGradients(Gradients):
             if bits & PRESENT:
                 self._note(record, found)
         if self.early is not None and not is_partial:
-            self.early.sums_landed([r.handle for r, bits in zip(owner.records, there, strict=True) if bits == PRESENT])
+            pairs = zip(owner.records, there, strict=True)
+            self.early.sums_landed([r.handle for r, bits in pairs if bits & (PRESENT | MORE) == PRESENT])
+        return any(bits & RESUMED for bits in there)
 
     def _land_chunk(
         self,

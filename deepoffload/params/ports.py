@@ -6,7 +6,7 @@ Slots, units and doors see the pager through :class:`PagerPort`. The pager sees 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -108,6 +108,10 @@ class PlanningPort(Protocol):
 
 class RankPort(PlanningPort, Protocol):
     """What joins this rank with the others that train the same model."""
+
+    @property
+    def on_forward(self) -> Callable[[Sequence[int]], None]:
+        """To be called when the program enters the forward of units, by number, also in a backward."""
 
     @property
     def notices(self) -> Notices:

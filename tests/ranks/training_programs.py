@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -183,6 +184,25 @@ class Watched(nn.Module):
             return self.model[0](tokens)
 
 
+class Places(nn.Module):
+    """The halves of pairs in an order of its own, without some of them; perhaps each in a reentrant checkpoint."""
+
+    def __init__(self, model: nn.Module, seed: int, recomputes: bool) -> None:
+        super().__init__()
+        self.model, self.recomputes = [model], recomputes  # in a list: it is no child
+        dice = random.Random(seed)
+        halves = [(number, half) for number in range(6) for half in range(2)]
+        self.uses = dice.sample(halves, dice.randrange(5, 12))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        model: Any = self.model[0]
+        x = model.embedding(tokens)
+        for number, half in self.uses:
+            pair = model.pairs[number]
+            x = checkpoint(pair, x, half, use_reentrant=True) if self.recomputes else pair(x, half)
+        return model.head(x)
+
+
 def watch(model: nn.Module, step: int, reader: int) -> nn.Module:
     """All ranks are watched."""
     return Watched(model)
@@ -222,6 +242,16 @@ def leave_pairs_out(model: nn.Module, step: int, reader: int) -> nn.Module:
     return Some(model, (2, 5)) if reader == 1 else model
 
 
+def go_about(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """Each rank uses other halves of pairs in each step."""
+    return Places(model, 100 * step + reader, recomputes=False)
+
+
+def go_about_twice(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """The same, recomputed."""
+    return Places(model, 100 * step + reader, recomputes=True)
+
+
 def turn_round(model: nn.Module, step: int, reader: int) -> nn.Module:
     """Every second rank has its layers in the other order."""
     return Ordered(model, (3, 2, 1, 0)) if reader % 2 else model
@@ -240,6 +270,8 @@ UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
     "layer drop": leave_a_layer_out,
     "other order": turn_round,
     "pairs": leave_pairs_out,
+    "places": go_about,
+    "places again": go_about_twice,
     "turns": begin_late,
     "watched": watch,
     "selective": recompute,
@@ -385,7 +417,7 @@ def train(job: Job, path: str | None = None) -> Trained:
     ranks = [rank] if world_size > 1 else range(job.data_ranks)
     model, engine = build(job, path)
     early = engine.gradients.early
-    if job.uneven == "turns" and world_size > 1:
+    if job.uneven is not None and world_size > 1:
         engine.gradients.contributions.wait_s = 0.1  # else each step waits for seconds before contributions are moved
     optimizer = CPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=None if job.torch_clips else job.clip)
     optimizer.skip_non_finite = bool(job.overflows)
