@@ -274,7 +274,7 @@ class Pager:
     def use_forward(self, units: list[Unit], *, is_call: bool = True) -> None:
         """The program enters the forward of ``units``, or looks at a weight (``is_call`` is False)."""
         key = Phase.FORWARD, tuple(unit.index for unit in units)
-        if is_call and self.link is not None:
+        if self.link is not None:
             self.link.on_forward(key[1])
         if is_call and self.defer_updates and key != self.order.last_key:
             self._catch_up_left_out(key)
