@@ -292,9 +292,9 @@ class RankLink:
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
-    def post_reduce(self, unit_index: int) -> None:
-        """Say that this rank has its part of a unit's gradients. Launches nothing."""
-        self.rounds.queue(Want(WantKind.REDUCE, gradients_number(unit_index)))
+    def post_reduce(self, unit_index: int, may_have_more: bool) -> None:
+        """Say that this rank has its part of a unit's gradients, or one of several. Launches nothing."""
+        self.rounds.queue(Want(WantKind.REDUCE, gradients_number(unit_index), may_have_more))
 
     def end_backward(self) -> None:
         """Say, with what is said next, that this rank has announced all its parts in this backward."""

@@ -28,6 +28,7 @@ class Contribution:
         block: where they lie when their slot was needed for others before their reduction could start.
         present: numbers of the parameters that it has. coming: of those that this rank may give more of.
         was_passed: gradients of another unit have begun to come since. was_resumed: and more of these came then.
+        may_have_more: another one may follow in the same backward, as this rank knows.
         sources: gradients on a device from which it is copied, since ``begin_s``.
         left: the event of the end of that, once it is complete.
     """
@@ -37,6 +38,7 @@ class Contribution:
     memory: Tensor
     was_passed: bool = False
     was_resumed: bool = False
+    may_have_more: bool = False
     present: set[int] = field(default_factory=set)
     coming: set[int] = field(default_factory=set)
     block: Block | None = None
@@ -63,8 +65,8 @@ class ContributionPlan:
         numbers: of its trained parameters, in the order of the gradient layout.
         open: what is being filled.
         posted: what has been announced and not been launched, in order.
-        has_landed: gradients of it have. was_cut: on some rank, gradients of other units came between those of it.
-        comes_whole: gradients of it have landed in the steps before, and never in such a way.
+        has_landed: gradients of it have. was_cut: on some rank they came in several parts in one backward.
+        comes_whole: in the steps before that was never so, on any rank; None where nothing of it has landed in them.
     """
 
     index: int
@@ -76,7 +78,7 @@ class ContributionPlan:
     posted: deque[Contribution] = field(default_factory=deque)
     has_landed: bool = False
     was_cut: bool = False
-    comes_whole: bool = False
+    comes_whole: bool | None = None
 
     @property
     def want(self) -> Want:

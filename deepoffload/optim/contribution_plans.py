@@ -24,6 +24,7 @@ class ContributionPlans:
         self._entered: set[int] = set()
         self._left: set[int] = set()
         self._come_back_to: set[int] = set()
+        self._entered_again: set[int] = set()
 
     def __iter__(self) -> Iterator[ContributionPlan]:
         return iter(tuple(self._plans.values()))
@@ -65,6 +66,7 @@ class ContributionPlans:
     def enters(self, units: Sequence[int]) -> None:
         """The program enters the forward of units, by number."""
         now = set(units)
+        self._entered_again |= now & (self._left | self._entered)
         self._come_back_to |= now & self._left
         self._left |= self._entered - now
         self._entered = now
@@ -72,14 +74,22 @@ class ContributionPlans:
     def comes_whole(self, plan: ContributionPlan) -> bool:
         """Whether no gradients of other units are expected between those of this one. [Note: when a unit is
         announced]"""
-        return plan.comes_whole and plan.unit.index not in self._come_back_to
+        return plan.comes_whole is True and plan.unit.index not in self._come_back_to
+
+    def comes_again(self, plan: ContributionPlan) -> bool:
+        """Whether all gradients of a unit may come once more in this backward, where that is one inside another."""
+        if plan.comes_whole is None:
+            return plan.unit.index in self._entered_again
+        return not plan.comes_whole
 
     def end_of_backward(self) -> None:
         """Forwards that begin now belong to another one."""
-        self._entered, self._left, self._come_back_to = set(), set(), set()
+        for entered in (self._entered, self._left, self._come_back_to, self._entered_again):
+            entered.clear()
 
     def end_of_step(self) -> None:
         """All ranks know the same of how gradients came. [Note: when a unit is announced]"""
         for plan in self:
-            plan.comes_whole = plan.has_landed and not plan.was_cut
+            if plan.has_landed:
+                plan.comes_whole = not plan.was_cut
         self.end_of_backward()

@@ -136,7 +136,7 @@ class Contributions:
             self._link.pump()
             self.poll()
         if plan.open is not None and number in plan.open.present:
-            self._announce(plan.open)
+            self._announce(plan.open, may_have_more=True)
         contribution = plan.open or self._begin(plan)
         self._return(contribution)
         if grad.stride() != handle.stride or grad.is_neg():
@@ -144,7 +144,8 @@ class Contributions:
         self._slots.put(contribution, number, grad)
         is_complete = len(contribution.present) == len(plan.numbers)
         if is_complete:
-            self._announce(contribution)
+            is_inner = bool(self._graph_tasks - {graph_task()})
+            self._announce(contribution, may_have_more=is_inner and self._plans.comes_again(plan))
         self._watch_backward()
         return is_complete
 
@@ -240,15 +241,15 @@ class Contributions:
         contribution that has waited for a while goes into a block, which is paged like others, and those after it do
         so at once until something is launched."""
         plan = contribution.plan
-        limit_s = self.wait_s if self._launched_since_moved else 0.0
+        limit_s = self.wait_s if self._launched_since_moved and not contribution.may_have_more else 0.0
         SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.A_WHILE, limit_s)
         if contribution not in self._in_slots():
             return  # launched, or moved out for one that was
-        self._launched_since_moved = False
+        self._launched_since_moved &= contribution.may_have_more
         if not self._slots.move_out(contribution):
             SHIELD.outside(self._link.wait_reduced, plan.index, WaitFor.ROOM)
 
-    def _announce(self, contribution: Contribution, *, is_over: bool = False) -> None:
+    def _announce(self, contribution: Contribution, *, is_over: bool = False, may_have_more: bool = False) -> None:
         plan, present = contribution.plan, contribution.present
         self._return(contribution)
         plan.open = None
@@ -256,6 +257,7 @@ class Contributions:
         contribution.coming = {
             n for n in plan.numbers.values() if self._gradients.adds_up or not (is_over or n in present)
         }
+        contribution.may_have_more = may_have_more
         self._slots.seal(contribution)
         if self._out is None:
             self._post(contribution)
@@ -274,7 +276,7 @@ class Contributions:
     def _post(self, contribution: Contribution) -> None:
         contribution.plan.posted.append(contribution)
         self._announced.append(contribution)
-        self._link.post_reduce(contribution.plan.index)
+        self._link.post_reduce(contribution.plan.index, contribution.may_have_more)
         self.poll()
 
     # -- from the other ranks --------------------------------------------------------------------------------------

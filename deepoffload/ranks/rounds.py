@@ -5,8 +5,8 @@ union of these wants, in rank order. So the order of payload collectives is equa
 where their programs differ. Equal programs have equal queues: their rounds carry one want each, and none is *mixed*.
 
 A reduction is of the parts that ranks have in one backward: the first of a step, the second, and so on. It is *held*
-until every rank has announced its part in it, or has ended that backward, or is at its step and so announces nothing
-any more. Otherwise the round in which a slow rank answers would decide which parts are added first. Who ends a backward
+until every rank has announced its parts, or has ended that backward, or is at its step and so announces nothing any
+more. Otherwise the round in which a slow rank answers would decide which parts are added first. Who ends a backward
 says so with the next thing that it says.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from deepoffload.ranks.held_reductions import HeldReductions, Released
+from deepoffload.ranks.held_reductions import HeldReductions, Part, Released
 
 
 class WantKind(enum.IntEnum):
@@ -97,7 +97,7 @@ class Want(NamedTuple):
     Attributes:
         unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it is not the
             program that waits, or it does so for a while only, else 1 + the number of the reduction; 0 for other kinds.
-        content: of REDUCE, how many backwards the rank had ended in this step; of an edit, what
+        content: of REDUCE, that of a :class:`~deepoffload.ranks.held_reductions.Part`; of an edit, what
             :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number that stands for what
             it waits at; of CLOSE and CLOSING, an :class:`EndOf`; of WAIT, a :class:`WaitFor`; 0
             for other kinds.
@@ -117,8 +117,7 @@ class Payload(NamedTuple):
     """A collective that all ranks launch now.
 
     ``ranks``: of a gather, those that asked for it in this round, and take it; of a reduction, those that have a part
-    in it; ``is_partial``: another rank may have a part that comes later; ``is_more``: it is not the first one of the
-    unit in its backward.
+    in it; ``is_partial``: another part of the backward may come later; ``is_more``: a rank has several of them.
     """
 
     kind: WantKind
@@ -195,9 +194,12 @@ class Rounds:
 
     # -- what this rank says ----------------------------------------------------------------------------------------
     def post(self, want: Want) -> None:
-        """Queue what moves bytes. Once for each: a second one would shift all rounds that follow."""
+        """Queue what moves bytes. Once for each: a second one would shift all rounds that follow. The content of a
+        REDUCE is whether the rank may have more parts of the unit in this backward."""
         assert want.kind in PAYLOADS, want
-        self._queue.append((want._replace(content=self.backwards) if want.kind is WantKind.REDUCE else want, 0))
+        if want.kind is WantKind.REDUCE:
+            want = want._replace(content=Part(self.backwards, bool(want.content)).content)
+        self._queue.append((want, 0))
 
     def end_backward(self) -> None:
         """The program has ended a backward, and announces no more parts of it."""
@@ -312,7 +314,7 @@ class Rounds:
                 yield Payload(want.kind, want.unit, asking)
             elif want.kind is WantKind.REDUCE:
                 for rank in asking:
-                    held.announce(want.unit, rank, want.content)
+                    held.announce(want.unit, rank, Part.said(want.content))
                 yield from _payloads(held.release(want.unit))
         held.ended = list(ended) or held.ended
         goes_on = (held.ended, held.over) != before

@@ -144,19 +144,16 @@ def gradients_of(model: Model, program: Backward, rank: int, micro_batch: int) -
 
 
 def expected_sums(model: Model, program: Backward, world_size: int, micro_batches: range) -> dict[str, Tensor]:
-    """Sums in the order (micro-batch, which gradient of the parameter, rank), in fp32 and the order of memory."""
+    """Sums in the order (micro-batch, rank, which gradient of the parameter), in fp32 and the order of memory."""
     sums: dict[str, Tensor] = {}
     order = {name: param.stride() for name, param in model.named_parameters()}
     for micro_batch in micro_batches:
         of_ranks = [gradients_of(model, program, rank, micro_batch) for rank in range(world_size)]
         for name, stride in order.items():
-            several = [found.get(name, []) for found in of_ranks]
-            for place in range(max(map(len, several))):
-                for grads in several:
-                    if place < len(grads):
-                        grad = torch.empty_strided(grads[place].shape, stride).copy_(grads[place])
-                        flat = grad.as_strided((grad.numel(),), (1,))
-                        sums[name] = _added(sums.get(name), flat, mean_scale(world_size))
+            for made in (made for found in of_ranks for made in found.get(name, [])):
+                grad = torch.empty_strided(made.shape, stride).copy_(made)
+                flat = grad.as_strided((grad.numel(),), (1,))
+                sums[name] = _added(sums.get(name), flat, mean_scale(world_size))
     return sums
 
 
@@ -205,6 +202,7 @@ def side(transport: str, width: int, dtype: torch.dtype, blocks: int = 3) -> Ite
     for index, name in enumerate(dict.fromkeys(name[: len("blocks.0")] for name in handles)):
         mine = [handle for key, handle in handles.items() if key.startswith(name)]
         _make_unit(pager, gradients, index, name, mine)
+        model.blocks[index].register_forward_pre_hook(lambda *_, index=index: link.on_forward((index,)))
     pager.gradients = gradients
     gradients.contributions.reserve(pager.units)
     for handle in handles.values():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepoffload.ranks.rounds import NOTHING, Payload, RoundOutcome, Rounds, WaitFor, Want, WantKind
-from tests.support.rounds_world import Op, Program, World
+from tests.support.rounds_world import REDUCTIONS, Op, Program, World
 
 GATHER, REDUCE = WantKind.GATHER, WantKind.REDUCE
 STEP, JOIN, CLOSE, FAILED, WAIT = (
@@ -37,6 +37,7 @@ def one_step(step: int, units: int, dice: random.Random, own: random.Random, bar
     if own.random() < 0.3:
         own.shuffle(order)
     order = [unit for unit in order if own.random() < 0.8]
+    apart = {unit for unit in range(units) if dice.random() < 0.3}
     ops: list[Op] = []
     if own.random() < 0.3:  # an evaluation of this rank alone
         ops += [op for unit in range(units) for op in (("need", unit), ("drop", unit))]
@@ -50,7 +51,9 @@ def one_step(step: int, units: int, dice: random.Random, own: random.Random, bar
                 ops += [("prefetch", later) for later in phase[place + 1 : place + 2 + own.randrange(2)]]
                 ops.append(("drop", unit))
                 if is_backward:
-                    ops += [("reduce", unit)] * own.choice((1, 1, 1, 2))
+                    again = "reduce, more may come" if unit in apart else "reduce"
+                    ops += [(again, unit)] * own.choice((0, 0, 0, 1))
+                    ops.append((again if own.random() < 0.5 else "reduce", unit))
                     if full and own.random() < 0.3:  # no room for the next part
                         ops.append(("settle", unit))
         ops.append(("end", 0))
@@ -103,13 +106,13 @@ def test_neither_speed_nor_nudges_change_a_sum(seed, sizes, first, second):
     assert sums[0] == sums[1]
 
 
-def in_rank_order(program: Program) -> list[dict[int, list[int]]]:
-    """By step and unit: of which backward each part of a rank is."""
-    found: list[dict[int, list[int]]] = [{}]
+def in_rank_order(program: Program) -> list[dict[int, list[tuple[int, bool]]]]:
+    """By step and unit: of which backward each part of a rank is, and whether it has said that more may come."""
+    found: list[dict[int, list[tuple[int, bool]]]] = [{}]
     backward = 0
     for operation, unit in program:
-        if operation == "reduce":
-            found[-1].setdefault(unit, []).append(backward)
+        if operation in REDUCTIONS:
+            found[-1].setdefault(unit, []).append((backward, operation != "reduce"))
         backward += operation == "end"
         if operation == "step":
             found.append({})
@@ -130,13 +133,16 @@ def test_parts_are_added_by_backward_and_rank_and_who_reads_a_sum_gets_all_of_it
             of_ranks = [one[step].get(unit, []) if step < len(one) else [] for one in parts]
             wanted = []
             for backward in range(3):
-                counts = [found.count(backward) for found in of_ranks]
-                wanted += [tuple(r for r in range(ranks) if counts[r] > place) for place in range(max(counts))]
+                counts = [sum(of == backward for of, _ in found) for found in of_ranks]
+                if any((backward, True) in found for found in of_ranks):
+                    wanted += [(rank,) for rank, count in enumerate(counts) for _ in range(count)]
+                else:
+                    wanted += [tuple(r for r in range(ranks) if counts[r] > place) for place in range(max(counts))]
             assert found.get(unit, []) == wanted
     for rank in world.ranks:
         for step, unit, ended, reduced in rank.reads:
             of_ranks = [one[step].get(unit, []) if step < len(one) else [] for one in parts]
-            assert reduced >= sum(backward < ended for found in of_ranks for backward in found)
+            assert reduced >= sum(backward < ended for found in of_ranks for backward, _ in found)
 
 
 @settings(max_examples=100)
@@ -243,7 +249,7 @@ def test_a_rank_that_has_ended_a_backward_is_not_waited_for_and_its_next_part_is
     rounds.end_backward()
     rounds.enter()
     another = Payload(REDUCE, 5, (1,), is_more=True)
-    assert rounds.take([Want(REDUCE, 5, 1), Want(REDUCE, 5)], [2, 0]) == RoundOutcome((another,))
+    assert rounds.take([Want(REDUCE, 5, 2), Want(REDUCE, 5)], [2, 0]) == RoundOutcome((another,))
     rounds.answer()
     assert rounds.take([NOTHING, NOTHING], [2, 2]) == RoundOutcome((Payload(REDUCE, 5, (0,)),))
     assert not rounds.is_pending(Want(REDUCE, 5)) and not rounds.awaits_parts(5)

@@ -1,9 +1,10 @@
 """Ranks that run programs against `ranks.rounds.Rounds` under a random scheduler: no threads, no torch, no time.
 
 A program is a list of (operation, unit). ``need`` waits for a unit's bytes, ``prefetch`` asks for them, ``drop``
-forgets them, ``reduce`` announces a part, ``end`` ends a backward, ``settle`` waits until this rank's parts of a unit
-are reduced because it has no room for more, ``read`` until all ranks' parts are, ``barrier`` is a collective of the
-program itself (it ends when all ranks are in it), ``step`` and ``join`` are what they are.
+forgets them, ``reduce`` announces a part (``REDUCTIONS``: the last one in this backward, or perhaps not), ``end`` ends
+a backward, ``settle`` waits until this rank's parts of a unit are reduced because it has no room for more, ``read``
+until all ranks' parts are, ``barrier`` is a collective of the program itself (it ends when all ranks are in it),
+``step`` and ``join`` are what they are.
 Messages of a round arrive at every rank at another time, and a payload is over when all ranks have launched it.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from deepoffload.ranks.rounds import Payload, Rounds, WaitFor, Want, WantKind
 
 Op = tuple[str, int]
+REDUCTIONS = ("reduce", "reduce, more may come")
 Program = Sequence[Op]
 
 
@@ -77,8 +79,8 @@ class SimulatedRank:
             self.asked.add(unit)
             self.rounds.post(Want(WantKind.GATHER, unit))
             moved = True
-        if operation == "reduce":
-            self.rounds.post(Want(WantKind.REDUCE, unit))
+        if operation in REDUCTIONS:
+            self.rounds.post(Want(WantKind.REDUCE, unit, REDUCTIONS.index(operation)))
         if operation == "end":
             self.rounds.end_backward()
         if operation == "drop":
