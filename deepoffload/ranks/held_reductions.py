@@ -16,14 +16,14 @@ class Released(NamedTuple):
     is_more: bool
 
 
-class Part(NamedTuple):
+class AnnouncedPart(NamedTuple):
     """What a rank has announced: of which ``backward`` it is, and whether it ``may_have_more`` in that."""
 
     backward: int
     may_have_more: bool
 
     @classmethod
-    def said(cls, content: int) -> Part:
+    def said(cls, content: int) -> AnnouncedPart:
         """The part that :attr:`content` stands for."""
         return cls(content >> 1, bool(content & 1))
 
@@ -48,8 +48,8 @@ class HeldReductions:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._parts: dict[int, list[deque[Part]]] = {}  # by unit, those of each rank
-        self._latest: dict[int, list[Part]] = {}  # by unit: each rank's latest part in this step
+        self._parts: dict[int, list[deque[AnnouncedPart]]] = {}  # by unit, those of each rank
+        self._latest: dict[int, list[AnnouncedPart]] = {}  # by unit: each rank's latest part in this step
         self._released: dict[int, int] = {}  # by unit: of which backward the latest reduction was
         self.ended = [0] * world_size
         self.over: frozenset[int] = frozenset()
@@ -62,10 +62,10 @@ class HeldReductions:
         parts = self._parts.get(unit)
         return 0 if parts is None else len(parts[rank])
 
-    def announce(self, unit: int, rank: int, part: Part) -> None:
+    def announce(self, unit: int, rank: int, part: AnnouncedPart) -> None:
         """``rank`` has a part in a reduction."""
         self._parts.setdefault(unit, [deque() for _ in range(self._world_size)])[rank].append(part)
-        self._latest.setdefault(unit, [Part(-1, False)] * self._world_size)[rank] = part
+        self._latest.setdefault(unit, [AnnouncedPart(-1, False)] * self._world_size)[rank] = part
 
     def has_ended(self, rank: int, backward: int) -> bool:
         """Whether ``rank`` announces no more parts of a backward."""
@@ -73,7 +73,7 @@ class HeldReductions:
 
     def has_said(self, unit: int, rank: int, backward: int) -> bool:
         """Whether ``rank`` has announced its parts of a backward, as far as it knows, or can have none any more."""
-        latest = self._latest[unit][rank] if unit in self._latest else Part(-1, False)
+        latest = self._latest[unit][rank] if unit in self._latest else AnnouncedPart(-1, False)
         return self.has_ended(rank, backward) or latest.backward > backward or latest == (backward, False)
 
     def holds(self, unit: int, backwards: int) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from deepoffload.ranks.held_reductions import HeldReductions, Part, Released
+from deepoffload.ranks.held_reductions import AnnouncedPart, HeldReductions, Released
 
 
 class WantKind(enum.IntEnum):
@@ -97,7 +97,7 @@ class Want(NamedTuple):
     Attributes:
         unit: a unit's index; of AWAY, 0 where it waits for all, else 1 + the rank; of WAIT, 0 where it is not the
             program that waits, or it does so for a while only, else 1 + the number of the reduction; 0 for other kinds.
-        content: of REDUCE, that of a :class:`~deepoffload.ranks.held_reductions.Part`; of an edit, what
+        content: of REDUCE, that of a :class:`~deepoffload.ranks.held_reductions.AnnouncedPart`; of an edit, what
             :class:`~deepoffload.ranks.edited.Edited` says of it; of AWAY and ELSEWHERE, a number that stands for what
             it waits at; of CLOSE and CLOSING, an :class:`EndOf`; of WAIT, a :class:`WaitFor`; 0
             for other kinds.
@@ -198,7 +198,7 @@ class Rounds:
         REDUCE is whether the rank may have more parts of the unit in this backward."""
         assert want.kind in PAYLOADS, want
         if want.kind is WantKind.REDUCE:
-            want = want._replace(content=Part(self.backwards, bool(want.content)).content)
+            want = want._replace(content=AnnouncedPart(self.backwards, bool(want.content)).content)
         self._queue.append((want, 0))
 
     def end_backward(self) -> None:
@@ -314,7 +314,7 @@ class Rounds:
                 yield Payload(want.kind, want.unit, asking)
             elif want.kind is WantKind.REDUCE:
                 for rank in asking:
-                    held.announce(want.unit, rank, Part.said(want.content))
+                    held.announce(want.unit, rank, AnnouncedPart.said(want.content))
                 yield from _payloads(held.release(want.unit))
         held.ended = list(ended) or held.ended
         goes_on = (held.ended, held.over) != before

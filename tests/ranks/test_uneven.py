@@ -15,12 +15,13 @@ BY = tuple({"transport": transport, "timeout_s": 20} for transport in ("memory",
 
 
 def test_programs_that_differ_train_as_one(tmp_path: Path) -> None:
-    """Layers that some ranks leave out, or whose gradients come in parts; contributions that wait for ranks that begin
-    later; what one rank does between steps; rounds inside transforms of ``torch.func``, under a profiler and in modes
-    of torch's selective checkpoints."""
+    """Layers that some ranks leave out, or whose gradients come in parts or several times; contributions that wait for
+    ranks that begin later; what one rank does between steps; rounds inside transforms of ``torch.func``, under a
+    profiler and in modes of torch's selective checkpoints."""
     later = {"host_budget": "2200KiB", "nvme_budget": "64MiB"}
     jobs = [
         *(Job(uneven="layer drop", micro_batches=count, config=IN_MEMORY, steps=5) for count in (1, 2)),
+        *(Job(uneven="repeats", micro_batches=2, config={**each, "precision": "fp32"}) for each in (IN_MEMORY, later)),
         Job("gpt-pairs", uneven="pairs", micro_batches=3, steps=3, config=later),
         Job(uneven="turns", before_step="turns", steps=2, config=later),
         *(Job(uneven="watched", micro_batches=2, config={**IN_MEMORY, "ranks": each}) for each in BY),

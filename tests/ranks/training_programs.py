@@ -116,17 +116,19 @@ def loss_of(model: nn.Module, name: str, seed: int, device: str = "cpu") -> Tens
 
 
 class Ordered(nn.Module):
-    """A GPT whose blocks come in another order, perhaps not all of them."""
+    """A GPT whose blocks come in another order, perhaps not all of them, or some of them several times; perhaps each in
+    a reentrant checkpoint."""
 
-    def __init__(self, model: nn.Module, order: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, order: Sequence[int], *, recomputes: bool = False) -> None:
         super().__init__()
-        self.model, self.order = [model], order  # in a list: it is no child
+        self.model, self.order, self.recomputes = [model], order, recomputes  # in a list: it is no child
 
     def forward(self, tokens: Tensor) -> Tensor:
         model: Any = self.model[0]
         x = model.embedding(tokens) + model.position[: tokens.shape[1]]
         for number in self.order:
-            x = model.blocks[number](x)
+            block = model.blocks[number]
+            x = checkpoint(block, x, use_reentrant=True) if self.recomputes else block(x)
         return model.head(model.norm(x))
 
 
@@ -185,7 +187,7 @@ class Watched(nn.Module):
 
 
 class Places(nn.Module):
-    """The halves of pairs in an order of its own, without some of them; perhaps each in a reentrant checkpoint."""
+    """Some halves of pairs in an order that a seed gives; perhaps each in a reentrant checkpoint."""
 
     def __init__(self, model: nn.Module, seed: int, recomputes: bool) -> None:
         super().__init__()
@@ -252,6 +254,11 @@ def go_about_twice(model: nn.Module, step: int, reader: int) -> nn.Module:
     return Places(model, 100 * step + reader, recomputes=True)
 
 
+def repeat_layers(model: nn.Module, step: int, reader: int) -> nn.Module:
+    """Layers at several places, one after the other and apart, recomputed: their gradients come as often."""
+    return Ordered(model, ((0, 1, 0, 2, 1, 3), (3, 0, 0, 0, 2))[reader % 2], recomputes=True)
+
+
 def turn_round(model: nn.Module, step: int, reader: int) -> nn.Module:
     """Every second rank has its layers in the other order."""
     return Ordered(model, (3, 2, 1, 0)) if reader % 2 else model
@@ -272,6 +279,7 @@ UNEVEN: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
     "pairs": leave_pairs_out,
     "places": go_about,
     "places again": go_about_twice,
+    "repeats": repeat_layers,
     "turns": begin_late,
     "watched": watch,
     "selective": recompute,
