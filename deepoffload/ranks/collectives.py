@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ NEVER_TAKEN = 1
 """The tag of messages that nobody receives; nobody sends any with the next one."""
 
 Work: TypeAlias = dist.Work
+
+Connected = TypeVar("Connected")
 
 AnyGroup: TypeAlias = Any
 """A ``ProcessGroup``, or a ``ProcessGroupGloo`` that is in no registry; torch's stubs know no method of the latter."""
@@ -129,6 +132,30 @@ def _close_connections(group: AnyGroup) -> None:
 
 class LinkError(RuntimeError):
     """A connection has ended: another rank has gone, or has cut its links."""
+
+
+def connected_within(limit_s: float, connect: Callable[[], Connected]) -> Connected:
+    """What ``connect`` returns. gloo has no limit where it waits to be called: so a thread waits for it, which is left
+    behind when the limit is over.
+
+    Raises:
+        LinkError: it has not returned, or has failed.
+    """
+    found: list[Connected | RuntimeError] = []
+
+    def run() -> None:
+        try:
+            found.append(connect())
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="deepoffload-connect", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    connected = found[0] if found else RuntimeError("not all have called")
+    if isinstance(connected, RuntimeError):
+        raise LinkError(first_line(connected)) from connected
+    return connected
 
 
 def is_over(work: dist.Work) -> bool:

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import platform
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepoffload.errors import ConfigError, DeepOffloadError, RankError, UnsupportedError, UsageError
-from deepoffload.ranks.collectives import first_line
+from deepoffload.ranks.collectives import LinkError, connected_within, first_line
 from deepoffload.ranks.elsewhere import ANSWERS_WITHIN_S, WaitsAcrossModels
 from deepoffload.ranks.limited_store import LimitedStore
 from deepoffload.ranks.links import own_client
@@ -32,6 +31,8 @@ DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 CONNECT_S = 60.0
 """Ranks that have all come are connected much sooner than this, or not at all."""
+LATE_S = 5.0
+"""torch's own limit ends a wait before ours does, where it can: it says more."""
 
 
 class RankGroup:
@@ -77,15 +78,22 @@ class RankGroup:
             RankError: not every rank has come to it within ``timeout_s``.
         """
         backend = self._device_backend if on_device and self.device.type != "cpu" else "gloo"
-        try:
-            group: dist.ProcessGroup = dist.new_group(
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+
+        def connect() -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(
                 self._members,
-                timeout=timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s),
+                timeout=timedelta(seconds=limit_s),
                 backend=backend,
                 # ranks of other groups do not come here
                 use_local_synchronization=len(self._members) < dist.get_world_size(),
                 group_desc=f"deepoffload {purpose}",
             )
+            return made
+
+        try:
+            # A device's backend is connected by the thread that has made its device the current one.
+            group = connected_within(self.timeout_s + LATE_S, connect) if backend == "gloo" else connect()
             if self._private:
                 # All have connected: a rank that closes the new group at once ends nobody's connecting.
                 dist.barrier(self._control)
@@ -392,34 +400,25 @@ def _meeting_point(launch: Launch, timeout_s: float, where: str) -> dist.Store:
 
 
 def _connect(store: dist.Store, launch: Launch, limit_s: float, where: str) -> dist.ProcessGroupGloo:
-    """Connect to every rank, within a limit. gloo has none where it waits to be called: so a thread waits for it, which
-    is left behind when the limit is over.
+    """Connect to every rank, within a limit.
 
     Raises:
         RankError: they do not reach each other.
     """
     place = dist.PrefixStore("deepoffload connects", store)
-    found: list[dist.ProcessGroupGloo | RuntimeError] = []
 
-    def connect() -> None:
-        try:
-            limit = timedelta(seconds=limit_s)
-            found.append(dist.ProcessGroupGloo(place, launch.rank, launch.world_size, limit))
-        except RuntimeError as error:
-            found.append(error)
+    def connect() -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(place, launch.rank, launch.world_size, timedelta(seconds=limit_s))
 
-    thread = threading.Thread(target=connect, name="deepoffload-connect", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    connected = found[0] if found else RuntimeError("not all have called")
-    if not isinstance(connected, RuntimeError):
-        return connected
-    raise RankError(
-        f"rank {launch.rank} has met the others at {where}, and gloo has not connected it to all of them within "
-        f"{limit_s:g} s: {first_line(connected)}. gloo listens on the address to which the name of this host, "
-        f"{platform.node()}, resolves. If other hosts cannot reach that, name the network interface in "
-        "GLOO_SOCKET_IFNAME, for example eth0"
-    )
+    try:
+        return connected_within(limit_s, connect)
+    except LinkError as error:
+        raise RankError(
+            f"rank {launch.rank} has met the others at {where}, and gloo has not connected it to all of them within "
+            f"{limit_s:g} s: {error}. gloo listens on the address to which the name of this host, {platform.node()}, "
+            "resolves. If other hosts cannot reach that, name the network interface in GLOO_SOCKET_IFNAME, for "
+            "example eth0"
+        ) from error
 
 
 def _numbers(ranks: Sequence[int]) -> str:

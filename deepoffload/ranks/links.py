@@ -19,6 +19,7 @@ from deepoffload.ranks.collectives import (
     AnyGroup,
     LinkError,
     break_off,
+    connected_within,
     first_line,
     has_gone,
     is_over,
@@ -35,10 +36,11 @@ NUDGE_NUMEL = 4
 
 def _joined(purpose: str, store: dist.Store, member: int, members: int, timeout_s: float) -> AnyGroup:
     """A group of gloo's, without a place in the registry of ``torch.distributed``: it outlives the program's groups."""
+    place, limit = dist.PrefixStore(purpose, store), timedelta(seconds=timeout_s)
     try:
-        return dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), member, members, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise LinkError(f"not every rank has come within {timeout_s:g} s ({first_line(error)})") from error
+        return connected_within(timeout_s, lambda: dist.ProcessGroupGloo(place, member, members, limit))
+    except LinkError as error:
+        raise LinkError(f"not every rank has come within {timeout_s:g} s ({error})") from error
 
 
 def own_client(store: dist.Store) -> dist.Store:

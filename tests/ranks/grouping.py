@@ -95,6 +95,17 @@ def choice_of(**given: Any) -> str:
     return "nothing"
 
 
+def start_again(folder: str) -> list[list[int]]:
+    """The default group is ended and started again, with another file for its store."""
+    found = []
+    for number in range(2):
+        where = f"file://{folder}/{number}"
+        dist.init_process_group("gloo", init_method=where, rank=int(os.environ["RANK"]), world_size=2)
+        found.append(members(open_group(CPU, timeout_s=LONG_S)))
+        dist.destroy_process_group()
+    return found
+
+
 def share_the_program_in_two() -> tuple[list[int], list[int], str, str, list[str], float]:
     """Four ranks: a group of every second one, and the rows of a mesh, twice; a group and meshes that do not fit. Then
     rank 1 gives something else than rank 3, with which it trains: a mesh of two dimensions, a group without it, and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from deepoffload.errors import ConfigError, UsageError
+from deepoffload.ranks.collectives import LinkError, connected_within
 from deepoffload.ranks.group import open_group
 from tests.ranks import grouping
-from tests.support.rank_processes import SOON_S, launcher_environment, run_ranks, values_of
+from tests.support.rank_processes import LONG_S, SOON_S, launcher_environment, run_ranks, values_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -27,6 +29,25 @@ def test_the_environment_starts_the_group(rank_0_has_store):
 
 def test_a_group_of_the_program_is_used_and_left():
     assert values_of(grouping.use_the_programs_group, 2) == [[0, 1]] * 2
+
+
+def test_the_program_starts_its_group_again(tmp_path):
+    assert values_of(grouping.start_again, 2, str(tmp_path)) == [[[0, 1]] * 2] * 2
+
+
+def test_who_is_never_called_is_an_error_in_time():
+    """A rank that looks for this one at an old address does not call it. gloo waits without a limit."""
+    called = threading.Event()
+    with pytest.raises(LinkError, match="not all have called"):
+        connected_within(0.05, called.wait)
+    called.set()
+    assert connected_within(LONG_S, called.wait) is True
+    with pytest.raises(LinkError, match="refused"):
+        connected_within(LONG_S, refuse)
+
+
+def refuse() -> None:
+    raise RuntimeError("connection refused")
 
 
 def test_hosts_are_told_apart():

@@ -130,6 +130,7 @@ class RankParts(PagerOwner):
                 rates=None,
                 hold=nullcontext,
                 meet_edit=lambda number, edited: None,
+                on_forward=lambda units: None,
             )
         self.pager = Pager(tiers, order, graphs, memory, self, prefetch=False, defer_updates=defer_updates, link=link)
         self.gradients = Gradients(self.pager)
