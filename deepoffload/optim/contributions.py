@@ -144,7 +144,7 @@ class Contributions:
         self._slots.put(contribution, number, grad)
         is_complete = len(contribution.present) == len(plan.numbers)
         if is_complete:
-            is_inner = bool(self._graph_tasks - {graph_task()})
+            is_inner = bool(self._graph_tasks - {graph_task()}) and not self._gradients.takes_turns
             self._announce(contribution, may_have_more=is_inner and self._plans.comes_again(plan))
         self._watch_backward()
         return is_complete

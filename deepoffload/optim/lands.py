@@ -18,6 +18,10 @@ class Lands(Protocol):
     def adds_up(self) -> bool:
         """Whether this rank's program has said that another backward follows this one before the step."""
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether gradients of several micro-batches come by turns, in one backward."""
+
     def parts_come(self, block: Block) -> None:
         """Parts are on their way that will land in a block."""
 

@@ -224,6 +224,11 @@ class RankGradients(Gradients):
         """Whether this rank's program has said that another backward follows this one before the step."""
         return self.early is not None and self.early.paused
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether micro-batches are in vertical order: their gradients of a unit come one after the other."""
+        return self.pager.hooks.turns is not None
+
     def parts_come(self, block: Block) -> None:
         """Parts are on their way: the block is used next, though its event in backward may be over by then."""
         self.pager.order.landing.add(block.id)
