@@ -26,10 +26,11 @@ def test_a_gpt_on_two_ranks(tmp_path: Path) -> None:
         Job(config=ON_DISK, micro_batches=2),
         Job(config={**ON_DISK, "step_overlap": "none"}, micro_batches=2, accumulates=True),
         Job(config={**ON_DISK, **VERTICAL}, micro_batches=3, accumulates=True),
+        Job("gpt-reentrant", config={**ON_DISK, **VERTICAL}, micro_batches=3, accumulates=True, steps=2),
         Job(config=ALWAYS_EVICTED, micro_batches=2),
     ]
     found = check_all(jobs, tmp_path)
-    assert all(rank.stats["disk_bytes_written"] > 0 for ranks in found[4:7] for rank in ranks)
+    assert all(rank.stats["disk_bytes_written"] > 0 for ranks in found[4:8] for rank in ranks)
 
 
 def test_families_on_two_ranks(tmp_path: Path) -> None:
