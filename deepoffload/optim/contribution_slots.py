@@ -88,7 +88,8 @@ class ContributionSlots:
         self.free: list[int] = []
         self.free_scratch: list[Tensor] = []
         self._ranges: list[int] = []
-        self._aside_bytes = 0  # of contributions that :meth:`bring_back` has brought
+        self._outside_bytes = 0  # of contributions that are in blocks
+        self._aside_bytes = 0  # of those that :meth:`bring_back` has brought
 
     def reserve(self, sizes: SlotSizes) -> None:
         """Take these, instead of those that were there. None may be in use.
@@ -154,20 +155,29 @@ class ContributionSlots:
         for place in layout.presence_offsets():
             ctypes.memmove(self._tiers.arena.address + contribution.offset + place, said, len(said))
 
-    def has_room_aside(self, layout: ContributionLayout) -> bool:
-        """Whether a contribution may lie in memory outside of slots, together with those that do so now: next to all
-        that a step needs at once."""
-        return self._aside_bytes + round_up(layout.nbytes) <= self._spare_bytes()
+    def has_room_aside(self, contribution: Contribution) -> bool:
+        """Whether a contribution in a block may be in memory outside of slots, together with those that are so now:
+        next to all that a step needs at once."""
+        if self._tiers.space is None:
+            return True  # it is there already
+        return self._aside_bytes + round_up(contribution.plan.layout.nbytes) <= self._spare_bytes()
 
     def _spare_bytes(self) -> float:
-        """What the budget has above all that a step needs at once."""
+        """What the budget has next to the blocks that stay, and to all that a step needs of the others at once."""
         placement = self._tiers.room.placement
-        return math.inf if placement is None else placement.capacity_bytes - placement.minimum_bytes
+        if placement is None:
+            return math.inf
+        window = placement.window
+        ring_bytes = min(window.ring_pieces, 2) * window.ring_bytes // max(window.ring_pieces, 1)
+        return placement.dynamic_bytes - window.weight_bytes - window.gradient_bytes - ring_bytes
 
-    def move_out(self, contribution: Contribution) -> bool:
+    def move_out(self, contribution: Contribution, *, for_another: bool = False) -> bool:
         """Free the slot of a contribution that other ranks do not know yet. It goes into a block, which is paged like
-        others; straight to NVMe where memory has no room for one. False, with nothing done, where there is no NVMe
-        either.
+        others; straight to NVMe where memory has no room for one. False, with nothing done, where NVMe has none either.
+
+        Args:
+            for_another: one that is brought back needs the slot, and gives its room. Else as much is left on NVMe, for
+                when all slots are taken then.
 
         Raises:
             IoFailure: it could not be written. Nothing is done.
@@ -179,10 +189,12 @@ class ContributionSlots:
             contribution.sources.clear()
         tiers, offset, nbytes = self._tiers, contribution.offset, contribution.plan.layout.nbytes
         block = tiers.create(f"a contribution to {contribution.plan.unit.name}", BlockKind.GRADIENT, nbytes)
+        staying_bytes = 0 if tiers.space is not None else self._outside_bytes
         try:
-            has_room = round_up(nbytes) <= self._spare_bytes() and tiers.transfers.spare_disk_bytes() >= 0
-            moved = has_room and self._copy_out(block, offset)
-            moved = moved or write_out(tiers, block, tiers.arena.address + offset)
+            moved = tiers.transfers.spare_disk_bytes() >= (0 if for_another else self.sizes.slot_bytes) and (
+                (staying_bytes + block.room_bytes <= self._spare_bytes() and self._copy_out(block, offset))
+                or write_out(tiers, block, tiers.arena.address + offset)
+            )
         except BaseException:
             tiers.remove(block)
             raise
@@ -190,6 +202,7 @@ class ContributionSlots:
             tiers.remove(block)
             return False
         contribution.block = block
+        self._outside_bytes += block.room_bytes
         self.free.append(offset)
         return True
 
@@ -216,7 +229,7 @@ class ContributionSlots:
             tiers.acquire(block)
             cpu_adam.copy(tiers.arena.address + offset, tiers.address(block), block.nbytes, num_threads())
             tiers.release(block)
-        tiers.remove(block)
+        self._forget(block)
         contribution.offset, contribution.block = self.free.pop(), None
         contribution.memory = self.slot(contribution.offset, contribution.plan.layout)
 
@@ -243,6 +256,10 @@ class ContributionSlots:
         block.copying -= 1
         self._aside_bytes -= block.room_bytes
         self._tiers.release(block)
+        self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        self._outside_bytes -= block.room_bytes
         self._tiers.remove(block)
 
     def _range(self, nbytes: int) -> int:

@@ -308,14 +308,14 @@ class Contributions:
         """Have one where transports can read it: outside of slots where memory has room for that next to all that a
         step needs, else in a slot, which what is in flight leaves for it, or else one that has not been launched."""
         while given.block is not None:
-            if self._slots.has_room_aside(given.plan.layout):
+            if self._slots.has_room_aside(given):
                 with contextlib.suppress(BudgetError):
                     return self._slots.bring_back(given)
             if self._slots.free:
                 self._slots.move_in(given)
             elif self._landed or self._reducing:
                 self._let_one_leave()
-            elif not any(self._slots.move_out(one) for one in self._in_slots(including_open=True)):
+            elif not any(self._slots.move_out(one, for_another=True) for one in self._in_slots(including_open=True)):
                 return self._slots.bring_back(given)
 
     def _let_one_leave(self) -> None:
