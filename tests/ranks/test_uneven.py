@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.ranks import dropping_layers
-from tests.ranks.training_programs import Job, check_all
-from tests.support.rank_processes import values_of_each
+from tests.ranks.training_programs import LEAST, Job, check_all, reference, train
+from tests.support.rank_processes import values_of, values_of_each
 
 IN_MEMORY: dict[str, Any] = {"host_budget": "64MiB"}
 EVICTING = {"host_budget": "8MiB", "nvme_budget": "64MiB", "debug": {"evict_always": True}}
@@ -51,3 +53,12 @@ def test_layers_that_ranks_leave_out_with_the_least_memory(tmp_path: Path) -> No
     expected = dropping_layers.train_alone(2)
     for got in values_of_each(dropping_layers.train, 2, [(by, str(tmp_path)) for by in ("memory", "group")]):
         assert got == expected
+
+
+def test_layers_that_ranks_leave_out_where_all_has_to_stay_in_memory(tmp_path: Path) -> None:
+    """Without NVMe, with the least memory that is accepted: there is no room in which gradients could wait for another
+    rank. So sums begin without its part, and round otherwise."""
+    job = Job(uneven="other order", micro_batches=3, steps=2, config={"host_budget": LEAST, "precision": "fp32"})
+    expected = reference(job)
+    for got in values_of(train, 2, job, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(expected.norms), rtol=1e-5, atol=0)
