@@ -191,11 +191,20 @@ class RankGradients(Gradients):
             if self.early is not None:
                 if is_complete:
                     self.early.given(unit)
-                self._make_decided(self.early)
+                self._make_undisturbed(self.early)
             elif self.speculation is not None:
                 self.speculation.landed(handle)
             if pager.evict_always:
                 pager.pump()
+
+    def _make_undisturbed(self, early: RankEarlyUpdates) -> None:
+        """Make the updates inside backward of units that no other rank reads now. A wait for one that does might not
+        end: it may be in a launch that comes before that gather, and wait until this rank has landed something. An
+        update lands nothing."""
+        if early.decided and isinstance(self.pager.memory, CopyMemory):
+            self.pager.memory.transfers.poll()
+        while early.decided and not any(block.copying for block in early.decided[0].blocks()):
+            self.pager.catch_up(early.decided.popleft())
 
     def _refuse_more(self, early: RankEarlyUpdates, handle: ParamHandle) -> None:
         """Raise on all ranks what one process raises where its last gradient was not the last one."""
