@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from deepoffload.errors import IoFailure
 from deepoffload.io.extents import SourceExtent
 from deepoffload.io.part_reads import PageRead, read_parts
 from deepoffload.memory.block import Block
-from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
-from deepoffload.memory.transfers import TRANSFER_LIMIT_S
 from deepoffload.schedule.block_state import BlockState
 from deepoffload.timeline import Lane
 
@@ -33,20 +29,6 @@ def fetch_parts(tiers: TierManager, block: Block, parts: Sequence[PageRead]) -> 
     space, extent = tiers.space, block.extent
     if space is None or extent is None:
         raise RuntimeError(f"block {block.name} is on no disk")
-    begin_s = time.perf_counter()
-    try:
-        ticket = read_parts(space, extent, parts)
-        try:
-            SHIELD.outside(ticket.wait, TRANSFER_LIMIT_S)
-        finally:
-            if not ticket.done():  # Ctrl-C: the memory is still being written to
-                ticket.wait(TRANSFER_LIMIT_S)
-    except IoFailure as failure:
-        raise IoFailure.about(block.name, failure) from failure
-    end_s = time.perf_counter()
+    ticket = read_parts(space, extent, parts)
+    tiers.transfers.await_apart(ticket, block, sum(part.nbytes for part in parts), Lane.READ)
     tiers.counters.partial_reads += 1
-    tiers.counters.wait_s += end_s - begin_s
-    if tiers.timeline is not None:
-        nbytes = sum(part.nbytes for part in parts)
-        tiers.timeline.add(Lane.READ, f"parts of {block.name}", begin_s, end_s, nbytes)
-        tiers.timeline.add(Lane.WAIT, f"read parts of {block.name}", begin_s, end_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from deepoffload.errors import BudgetError, IoFailure
 from deepoffload.io.extents import Extent
 from deepoffload.io.swap_space import SwapSpace
+from deepoffload.io.ticket import Ticket
 from deepoffload.memory.block import Block
 from deepoffload.memory.disk_room import DiskRoom
 from deepoffload.memory.lock import SHIELD
@@ -231,6 +232,27 @@ class Transfers:
             self._timeline.add(lane, block.name, ticket.started_s, ticket.finished_s, block.nbytes)
         if unwanted:
             self._discard(block)
+
+    def await_apart(self, ticket: Ticket, block: Block, nbytes: int, lane: Lane) -> None:
+        """Wait for a transfer of ``nbytes`` bytes of a block that does not change who holds its bytes.
+
+        Raises:
+            IoFailure: it has failed.
+        """
+        begin_s = time.perf_counter()
+        try:
+            SHIELD.outside(ticket.wait, TRANSFER_LIMIT_S)
+        except IoFailure as failure:
+            raise IoFailure.about(block.name, failure) from failure
+        finally:
+            if not ticket.done():  # Ctrl-C: the memory is still being read or written
+                ticket.wait(TRANSFER_LIMIT_S)
+        end_s = time.perf_counter()
+        self._counters.wait_s += end_s - begin_s
+        if self._timeline is not None:
+            what = block.name if nbytes == block.nbytes else f"parts of {block.name}"
+            self._timeline.add(lane, what, begin_s, end_s, nbytes)
+            self._timeline.add(Lane.WAIT, f"{lane.value} {what}", begin_s, end_s)
 
     def _wait(self, block: Block, reading: bool, interruptible: bool) -> None:
         if block.ticket is None:

@@ -20,7 +20,7 @@ class ContributionPlans:
         self._rank = rank
         self._plans: dict[int, ContributionPlan] = {}
         self._plan_of: dict[ParamHandle, ContributionPlan] = {}
-
+        # Units that forward has entered since the last backward: last, before others, after others, several times.
         self._entered: set[int] = set()
         self._left: set[int] = set()
         self._come_back_to: set[int] = set()

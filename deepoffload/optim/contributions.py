@@ -8,7 +8,7 @@ reduction is posted, which starts when all ranks have announced theirs. The part
 when gradients of another one begin to come: experts without tokens, for example. If more of them come after all, they
 make another contribution. That costs a transfer, and ranks that cut a unit at different places add its gradients up in
 another order. So until it is known that a unit's gradients come without others in between, on all ranks, it is
-announced at the end of backward, or when somebody looks at the gradient. Each contribution says whether that was so. A
+announced at the end of backward, or when somebody looks at the gradient. Each contribution says whether others came. A
 backward inside another one (reentrant checkpointing) does not see where the outer one ends. A layer that is computed
 again does, and asks to be told. Where none has asked, all that is there is announced at the end of the inner one.
 """
