@@ -43,8 +43,8 @@ class Way(Protocol):
     def poll(self) -> None:
         """Notice copies that have ended."""
 
-    def end(self) -> bool:
-        """Wait for all copies; False when none was under way."""
+    def end_some(self) -> bool:
+        """Wait until a copy has ended; False when none was under way."""
 
     def close(self) -> None:
         """The same, and let go of the arena."""
@@ -87,7 +87,7 @@ class HostWay:
     def poll(self) -> None:
         """Nothing is under way."""
 
-    def end(self) -> bool:
+    def end_some(self) -> bool:
         return False
 
     def close(self) -> None:
@@ -157,8 +157,8 @@ class DeviceWay:
     def poll(self) -> None:
         self._link.transfers.poll()
 
-    def end(self) -> bool:
-        return self._link.transfers.end()
+    def end_some(self) -> bool:
+        return self._link.transfers.end_some()
 
     def close(self) -> None:
         self._ahead = None

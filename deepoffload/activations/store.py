@@ -153,7 +153,7 @@ class ActivationStore:
                 self.tiers.acquire(block, load=False)
                 return
             except BudgetError as error:
-                if self._way.end():
+                if self._way.end_some():
                     continue  # what leaves the device had its lease until now
                 if forgotten:
                     raise self._no_room(block, error) from error

@@ -310,9 +310,13 @@ class CopyMemory:
             self._residency.evict_all(in_use)
             self.transfers.end()
 
-    def end_copies(self, block: Block | None = None) -> bool:
-        """Wait for the copies in flight from or to the host's bytes of ``block``, or for all."""
-        return self.transfers.end(block)
+    def end_copies(self, block: Block) -> None:
+        """Wait for the copies in flight from or to the host's bytes of ``block``."""
+        self.transfers.end(block)
+
+    def end_some_copies(self) -> bool:
+        """Wait until one of the copies in flight has ended. False when there are none."""
+        return self.transfers.end_some()
 
     def forget(self, block: Block) -> None:
         """Drop the copy of a block whose bytes are lost. What the program still has views of is kept for these."""

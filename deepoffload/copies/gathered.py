@@ -159,6 +159,8 @@ class Gathered:
         block, tiers = shown.block, self._tiers
         if block.owner is not None:
             block.owner.before_gather()
+        if block.id not in tiers.static:
+            self._link.before_gather(self._host.transfers.leased_bytes(Lane.GATHER) + block.room_bytes)
         coming = shown.asked.popleft() if self._link.ranks.rank in takers else None
         for rank in takers:
             shown.taken[rank] += 1

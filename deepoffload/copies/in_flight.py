@@ -100,13 +100,27 @@ class DeviceTransfers:
         found = [copy for queue in self._in_flight.values() for copy in queue if block is None or copy.block is block]
         return sorted(found, key=lambda copy: copy.number)
 
-    def end(self, block: Block | None = None) -> bool:
+    def end(self, block: Block | None = None) -> None:
         """Wait for the copies in flight from or to the host's bytes of ``block``, or for all."""
         with self._tiers.lock:
-            waited = self._of(block)
-            for copy in waited:
+            for copy in self._of(block):
                 self._finish(copy)
+
+    def end_some(self) -> bool:
+        """End what is done; where that is nothing, wait for the copy that was launched first. False when none is in
+        flight."""
+        with self._tiers.lock:
+            waited = self._of(None)
+            if waited:
+                self.poll()
+                if len(self._of(None)) == len(waited):
+                    self._finish(waited[0])
             return bool(waited)
+
+    def leased_bytes(self, lane: Lane) -> int:
+        """What the copies of ``lane`` keep in memory of blocks that are paged."""
+        blocks = {copy.block.id: copy.block for copy in self._in_flight.get(lane, ())}
+        return sum(block.room_bytes for block in blocks.values() if block.id not in self._tiers.static)
 
     def end_changes(self, block: Block) -> None:
         """Wait for what overwrites the host's bytes of ``block``."""
@@ -133,6 +147,8 @@ class DeviceTransfers:
         if copy not in queue:
             return  # it has ended with another one
         self._wait(copy, why)
+        if copy not in queue:
+            return  # what has landed meanwhile has ended it
         queue.remove(copy)
         copy.block.copying -= 1
         try:

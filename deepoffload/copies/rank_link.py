@@ -1,7 +1,7 @@
 """The way between this rank and the others, as copies and contributions use it: what is served, and what is waited for.
 
-Every payload that the ranks agree on is launched here, by any thread that takes its round. A payload has a number:
-weights of the unit with index i have 2 i, its gradients 2 i + 1. Parts of optimizer state have larger ones.
+Every payload that the ranks agree on is launched here, by any thread that takes its round. Each has a number:
+:mod:`deepoffload.copies.payload_numbers`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from deepoffload.copies.payload_numbers import FIRST_STATE_NUMBER, MEETINGS, gradients_number
 from deepoffload.errors import RankError
 from deepoffload.memory.lock import SHIELD, BooksLock
 from deepoffload.ranks.collectives import (
@@ -46,41 +47,6 @@ LENGTH_BYTES = 8
 """In which the ranks say how long their messages are."""
 SENT_AT_ONCE_BYTES = 4 << 20
 """Of rank 0's values."""
-
-
-def weights_number(unit_index: int) -> int:
-    """The number of a unit's weights."""
-    return 2 * unit_index
-
-
-def gradients_number(unit_index: int) -> int:
-    """The number of a unit's gradients."""
-    return 2 * unit_index + 1
-
-
-FIRST_LATE_INDEX = 1 << 58
-
-
-def late_index(unit_index: int) -> int:
-    """What stands for the index of a unit in the number of gradients of its parameters that were unfrozen later."""
-    return FIRST_LATE_INDEX + unit_index
-
-
-FIRST_STATE_NUMBER = 1 << 62
-"""Numbers from here on are of optimizer state."""
-BUILT_NUMBER = 1 << 60
-"""Of the end of construction."""
-LATE_NUMBER = BUILT_NUMBER - 2
-"""Of parameters that come to a model after it was placed."""
-COMMIT_NUMBER = BUILT_NUMBER - 4
-"""Of a durable step."""
-_MEETINGS = {
-    BUILT_NUMBER: "the end of offload_context",
-    LATE_NUMBER: "parameters that came after the model was placed",
-    COMMIT_NUMBER: "a durable step",
-}
-FIRST_BUILDING_NUMBER = BUILT_NUMBER + 1
-"""Numbers from here on are of parameters of a model that is being built."""
 
 
 class Gatherer(Protocol):
@@ -151,6 +117,8 @@ class RankLink:
         values_of_rank_0: as :class:`RankGroup` says.
         rounds: what waits for other ranks.
         on_reduce: starts reductions; none are posted before it is there.
+        before_gather: called when a gather is about to be launched that takes room, with the bytes that this one and
+            those before it lease of what is paged.
         on_forward: called when the program enters the forward of units, by number, also in a backward.
         before_meeting: called before this rank waits at a step or at the end, in order.
         state: serves gathers of optimizer state; none are posted before it is there.
@@ -174,6 +142,7 @@ class RankLink:
         self.rates = rates
         self.timeout_s = timeout_s
         self.on_reduce: Reducer | None = None
+        self.before_gather: Callable[[int], None] = lambda paged_bytes: None
         self.on_forward: Callable[[Sequence[int]], None] = lambda units: None
         self.before_meeting: list[Callable[[], None]] = []
         self.state: StateGatherer | None = None
@@ -235,8 +204,8 @@ class RankLink:
     def _name_of(self, number: int) -> str:
         if number >= FIRST_STATE_NUMBER and self.state is not None:
             return self.state.name(number)
-        if number in _MEETINGS:
-            return _MEETINGS[number]
+        if number in MEETINGS:
+            return MEETINGS[number]
         known = self._shown.get(number) or self._shown.get(number ^ 1)
         return f"block {number}" if known is None else known.name
 
@@ -278,8 +247,10 @@ class RankLink:
 
     def wait_gathered(self, number: int, flight: PayloadFlight, *, serve: bool) -> None:
         """Return when a gather has arrived. ``serve``: launch what others ask for meanwhile."""
-        wait = self.rounds.wait_flight if serve else self.rounds.wait_out
-        wait(flight, Want(WantKind.GATHER, number))
+        if serve:
+            self.rounds.wait_flight(flight, Want(WantKind.GATHER, number))
+        else:
+            self._wait_out(flight, number)
 
     def is_released(self, number: int, flight: Given) -> bool:
         """Whether nobody reads any more what this rank has given to a gather."""
@@ -288,7 +259,14 @@ class RankLink:
 
     def wait_released(self, number: int, flight: Given) -> None:
         """Return when that is so. Nothing is launched meanwhile."""
-        self.rounds.wait_out(_Release(flight), Want(WantKind.GATHER, number))
+        self._wait_out(_Release(flight), number)
+
+    def _wait_out(self, flight: PayloadFlight, number: int) -> None:
+        """Wait where nothing may be launched. What has been launched lands before, if it may: the others may be in
+        launches that wait for that."""
+        want = Want(WantKind.GATHER, number)
+        self.rounds.take_all(want)
+        self.rounds.wait_out(flight, want)
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
@@ -301,8 +279,8 @@ class RankLink:
         self.rounds.end_backward()
 
     def wait_reduced(self, unit_index: int, reason: WaitFor, limit_s: float = math.inf) -> bool:
-        """Return when parts of a unit's gradients have been launched, for this ``reason``, or when about ``limit_s``
-        are over. Serves other ranks meanwhile. Returns whether they have been launched."""
+        """Return whether parts of a unit's gradients have been launched: when they have, for this ``reason``, or when
+        about ``limit_s`` are over. Serves other ranks meanwhile."""
         return self.rounds.wait_reduced(gradients_number(unit_index), reason, limit_s)
 
     def awaits_parts(self, unit_index: int, *, ended: bool = True) -> bool:

@@ -178,8 +178,11 @@ def host_view_owner(block: Block) -> BlockOwner | None:
 class DeviceCopies(Protocol):
     """What a device holds of the blocks (implemented by :class:`deepoffload.copies.copy_memory.CopyMemory`)."""
 
-    def end_copies(self, block: Block | None = None) -> bool:
-        """Wait for the copies in flight from or to a block's host memory, or to all; True when there were any."""
+    def end_copies(self, block: Block) -> None:
+        """Wait for the copies in flight from or to a block's host memory."""
+
+    def end_some_copies(self) -> bool:
+        """Wait until one of the copies in flight, from or to any block's, has ended. False when there are none."""
 
     def forget(self, block: Block) -> None:
         """Drop the device's copy: the block's bytes are lost."""

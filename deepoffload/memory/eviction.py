@@ -135,7 +135,7 @@ class RoomMaker:
             if self._transfers.in_flight():
                 self._transfers.settle_all(self._transfers.in_flight())
                 continue
-            if self._copies is not None and self._copies.end_copies():
+            if self._copies is not None and self._copies.end_some_copies():
                 continue
             offset = self._arena.lend(nbytes)
             if offset is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepoffload.copies.rank_link import gradients_number
+from deepoffload.copies.payload_numbers import gradients_number
 from deepoffload.memory.block import Block
 from deepoffload.optim.contribution_layout import ContributionLayout
 from deepoffload.params.unit import ParamHandle, Unit

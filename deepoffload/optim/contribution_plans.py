@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from deepoffload.copies.rank_link import late_index
+from deepoffload.copies.payload_numbers import late_index
 from deepoffload.memory.block import Block
 from deepoffload.optim.contribution import ContributionPlan
 from deepoffload.optim.contribution_layout import ContributionLayout

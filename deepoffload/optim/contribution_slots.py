@@ -160,7 +160,11 @@ class ContributionSlots:
         next to all that a step needs at once."""
         if self._tiers.space is None:
             return True  # it is there already
-        return self._aside_bytes + round_up(contribution.plan.layout.nbytes) <= self._spare_bytes()
+        return self.has_spare(round_up(contribution.plan.layout.nbytes))
+
+    def has_spare(self, nbytes: int) -> bool:
+        """Whether memory has room for so much, and what is aside now, next to all that a step needs at once."""
+        return self._aside_bytes + nbytes <= self._spare_bytes()
 
     def _spare_bytes(self) -> float:
         """What the budget has next to the blocks that stay, and to all that a step needs of the others at once."""

@@ -22,19 +22,21 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from deepoffload.copies.rank_link import RankLink, late_index
+from deepoffload.copies.payload_numbers import late_index
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import BudgetError, RankError
 from deepoffload.memory.block import Block
 from deepoffload.memory.lock import SHIELD
 from deepoffload.memory.tier_manager import TierManager
 from deepoffload.optim import outside_gradient
+from deepoffload.optim.backward_ends import BackwardEnds
 from deepoffload.optim.contribution import Contribution, ContributionPlan, Reducing
 from deepoffload.optim.contribution_plans import ContributionPlans
 from deepoffload.optim.contribution_slots import ContributionSlots, reduction_of, slot_sizes
 from deepoffload.optim.gradients_out import GradientsOut
 from deepoffload.optim.lands import Lands, Offered, Reading
 from deepoffload.params.shards import ShardLayout
-from deepoffload.params.torch_private import call_at_end_of_backward, graph_task, in_backward
+from deepoffload.params.torch_private import in_backward
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.rounds import Payload, WaitFor
 
@@ -50,7 +52,7 @@ class Contributions:
     for directly: the other ranks have agreed on it, too.
 
     Args:
-        link: to the other ranks. Its ``on_reduce`` is set, and ``before_meeting`` gets :meth:`land_launched`.
+        link: to the other ranks. What it calls is set, and ``before_meeting`` gets :meth:`land_launched`.
         gradients: lands parts.
         out: brings gradients from the device that computes them; None for a CPU.
 
@@ -73,8 +75,9 @@ class Contributions:
         self._is_landing = False
         self.wait_s = WAIT_S
         self._launched_since_moved = True
-        self._graph_tasks: set[int] = set()  # those whose end we are told of
+        self._ends = BackwardEnds(self._backward_ends)
         link.on_reduce = self.launch
+        link.before_gather = self._before_gather
         link.on_forward = self._enters
         link.before_meeting.append(self.land_launched)
 
@@ -121,8 +124,8 @@ class Contributions:
     def forget(self, unit: Unit) -> None:
         """The unit is gone, or was never finished."""
         if not self.is_under_way(unit):
-            self._plans.drop(unit.index)
-            self._plans.drop(late_index(unit.index))
+            for index in (unit.index, late_index(unit.index)):
+                self._plans.drop(index)
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
@@ -144,29 +147,21 @@ class Contributions:
         self._slots.put(contribution, number, grad)
         is_complete = len(contribution.present) == len(plan.numbers)
         if is_complete:
-            is_inner = bool(self._graph_tasks - {graph_task()}) and not self._gradients.takes_turns
+            is_inner = self._ends.is_inner() and not self._gradients.takes_turns
             self._announce(contribution, may_have_more=is_inner and self._plans.comes_again(plan))
-        self._watch_backward()
+        self._ends.watch()
         return is_complete
 
     def _enters(self, units: Sequence[int]) -> None:
         if in_backward():
-            self._watch_backward()
+            self._ends.watch()
         else:
             self._plans.enters(units)
 
-    def _watch_backward(self) -> None:
-        """Be told of the end of the backward that this thread is in."""
-        task = graph_task()
-        if task >= 0 and task not in self._graph_tasks:
-            self._graph_tasks.add(task)
-            call_at_end_of_backward(lambda: self._backward_ends(task))
-
-    def _backward_ends(self, task: int) -> None:
+    def _backward_ends(self, others_last: bool) -> None:
         """[Note: when a unit is announced] The others need not wait for parts in units that this rank has not used."""
         with self._tiers.lock:
-            self._graph_tasks.discard(task)
-            if not (in_backward() and self._graph_tasks):
+            if not (in_backward() and others_last):
                 self.announce_all(is_over=not in_backward())
             last = self._leaving[-1].left if self._leaving else None
         if last is not None:
@@ -331,6 +326,14 @@ class Contributions:
         while last in self._reducing:
             self._land_first()
 
+    def _before_gather(self, paged_bytes: int) -> None:
+        """`[Note: room for landing]` Where memory has no room for what others read of this rank next to all that a step
+        needs, what was launched before lands first. Else a landing may wait for room until they have read it, and one
+        of them may be in an earlier launch, which waits for this landing."""
+        if not self._slots.has_spare(paged_bytes):
+            while self._reducing:
+                self._land_first()
+
     def land_before_gather(self, block: Block) -> None:
         """A unit's gradients are about to be gathered: land those of it that were launched before."""
         for reducing in [one for one in self._reducing if one.plan.block is block]:
@@ -391,7 +394,7 @@ class Contributions:
 
     def end_of_step(self) -> None:
         """What comes from now on belongs to the next step. [Note: when a unit is announced]"""
-        self._graph_tasks.clear()
+        self._ends.forget()
         self._plans.end_of_step()
 
     # -- landing ---------------------------------------------------------------------------------------------------
@@ -399,8 +402,7 @@ class Contributions:
     def _await(self, reducing: Reducing) -> None:
         """Wait for a reduction, serving the others meanwhile, and land it."""
         if not reducing.ready():
-            want = reducing.plan.want
-            SHIELD.outside(self._link.rounds.wait_flight, reducing, want)
+            SHIELD.outside(self._link.rounds.wait_flight, reducing, reducing.plan.want)
         self._land_told(reducing)
 
     def _land_told(self, reducing: Reducing) -> None:
@@ -425,9 +427,10 @@ class Contributions:
             return  # it has landed meanwhile
         self._is_landing, plan = True, first.plan
         try:
-            plan.was_cut |= self._gradients.land_parts(
-                plan.block, plan.layout, first.flight, is_partial=first.is_partial
-            )
+            with self._link.hold():
+                plan.was_cut |= self._gradients.land_parts(
+                    plan.block, plan.layout, first.flight, is_partial=first.is_partial
+                )
         finally:
             self._is_landing = False
         plan.has_landed = True

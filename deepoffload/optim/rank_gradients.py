@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from deepoffload.copies.copy_memory import CopyMemory
-from deepoffload.copies.rank_link import FIRST_LATE_INDEX, RankLink, gradients_number, late_index
+from deepoffload.copies.payload_numbers import FIRST_LATE_INDEX, gradients_number, late_index
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import UnsupportedError, UsageError
 from deepoffload.memory.block import Block
 from deepoffload.native import cpu_adam

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepoffload.copies.payload_numbers import FIRST_STATE_NUMBER
 from deepoffload.copies.rank_device import Coming, GatherFlight
-from deepoffload.copies.rank_link import FIRST_STATE_NUMBER, RankLink
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import UsageError
 from deepoffload.native import cpu_adam
 from deepoffload.optim.paged_state import ArrayCopy, Arrays, copy_own_master, is_own_master, resident_piece

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deepoffload.copies.rank_link import gradients_number, weights_number
+from deepoffload.copies.payload_numbers import gradients_number, weights_number
 from deepoffload.params.slot import TensorSlot
 from deepoffload.params.unit import ParamHandle, Unit
 from deepoffload.ranks.edited import Edited

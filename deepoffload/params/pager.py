@@ -250,6 +250,7 @@ class Pager:
         """Make the optimizer step that a unit may still have to make. Every use of its weights begins with this."""
         if unit is not None and unit.pending is not None and self.life.closed_because is None:
             with self.lock:
+                self._await_readers(unit)
                 pending = unit.pending  # asked again: another thread may have made the step meanwhile
                 alive = [handle.tensor for handle in unit.handles]  # held, so that none dies during its update
                 if pending is not None and any(tensor is not None for tensor in alive):
@@ -258,6 +259,14 @@ class Pager:
                         pending.apply(unit)
                 else:
                     unit.pending = None
+
+    def _await_readers(self, unit: Unit) -> None:
+        """Other ranks may be reading a unit that is about to change. What has been launched lands meanwhile, which it
+        cannot do in the middle of an update."""
+        if self.link is not None and not self.link.is_held and self.tiers.copies is not None:
+            for block in unit.blocks():
+                if block.copying:
+                    self.tiers.copies.end_copies(block)
 
     def catch_up_all(self, *, guesses: bool = True) -> None:
         """Make what is left of every optimizer step. ``guesses``: also undo updates for which no step was asked yet."""

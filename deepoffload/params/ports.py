@@ -121,6 +121,10 @@ class RankPort(PlanningPort, Protocol):
     def tasks(self) -> JointTasks:
         """What all of them do together outside of rounds."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether no other rank may be served now."""
+
     def hold(self) -> AbstractContextManager[None]:
         """While this lasts no other rank is served."""
 

@@ -109,7 +109,7 @@ class RoundRunner:
         self._link, self._launch = link, launch
         self._flights: list[tuple[int, Payload, PayloadFlight]] = []
         self._launched_s: dict[PayloadFlight, float] = {}
-        self._landing = False
+        self._launching = 0
         self.held = 0
         self.heard = time.monotonic()
 
@@ -152,6 +152,11 @@ class RoundRunner:
         """The first of those that have not arrived here."""
         return self._flights[0][2] if self._flights else None
 
+    @property
+    def may_land(self) -> bool:
+        """Whether nothing is in the middle of something, but for a launch that waits."""
+        return self.held == self._launching
+
     def has_arrived(self, flight: PayloadFlight) -> bool:
         """Whether it is ready, and has been taken if it was launched here."""
         return all(known is not flight for _, _, known in self._flights) and flight.ready()
@@ -164,10 +169,11 @@ class RoundRunner:
             if work is None:  # another thread has met the error, and still asks who has gone
                 raise LinkError("a connection has ended before this round")
             helps = self.rounds.has_queue or asked.kind not in RESTS - {WantKind.WAIT} | ANSWERS
-            for launched, _, known in self._flights if self._ready_at_launch else ():
-                # All ranks launch it before the round is over. Until it arrives here, others wait to be read.
-                if not known.ready():
-                    return Waitable(known.ready_within, launched, helps)
+            if self._ready_at_launch and self._flights:
+                # All ranks launch it before the round is over. Until it is taken here, others wait to be read. It may
+                # have come since this rank has looked: then this wait is over at once.
+                launched, _, known = self._flights[0]
+                return Waitable(known.ready_within, launched, helps)
             return Waitable(lambda limit_s: wait_within(work, limit_s), self.rounds.counts.rounds, helps)
         reduces = any(p.kind is WantKind.REDUCE and known is flight for _, p, known in self._flights)
         for launched, payload, known in self._flights:
@@ -183,7 +189,6 @@ class RoundRunner:
             launched_s = self._launched_s.pop(flight)
             self._flights.remove(entry)  # before: what is called may come back here
             self.heard = time.monotonic()
-            lands, self._landing = self._landing, self._landing or payload.kind is WantKind.REDUCE
             self.held += 1
             try:
                 flight.arrive()
@@ -192,20 +197,18 @@ class RoundRunner:
             except BaseException as error:  # an interrupt, too: the others do not know of it
                 raise LaunchError(payload) from error
             finally:
-                self._landing = lands
                 self.held -= 1
             if payload.kind is WantKind.REDUCE:
                 self._recorder.reduced(Want(payload.kind, payload.unit), launched_s)
 
     def _next_arrived(self, land: bool) -> tuple[int, Payload, PayloadFlight] | None:
-        lands = land and not self._landing
         for entry in self._flights:
             _, payload, flight = entry
-            if payload.kind is WantKind.REDUCE and not lands:
+            if payload.kind is WantKind.REDUCE and not land:
                 continue
             if flight.ready():
                 return entry
-            lands = lands and payload.kind is not WantKind.REDUCE  # one after the other
+            land = land and payload.kind is not WantKind.REDUCE  # one after the other
         return None
 
     def _note_who_is_elsewhere(self, others: list[Want]) -> None:
@@ -243,6 +246,7 @@ class RoundRunner:
             self.heard = time.monotonic()
         for payload in outcome.payloads:
             self.held += 1
+            self._launching += 1
             try:
                 flight = self._launch(payload)
             except RankError:
@@ -250,6 +254,7 @@ class RoundRunner:
             except BaseException as error:  # an interrupt, too: the others do not know of it
                 raise LaunchError(payload) from error
             finally:
+                self._launching -= 1
                 self.held -= 1
             if flight is not None:
                 self._flights.append((number, payload, flight))

@@ -10,8 +10,8 @@ give up.
 `[Note: held]` A launch runs what it finds to do: it may update a unit's weights, and evict others. So a thread that is
 in the middle of such a thing holds the rounds (:meth:`RoundService.hold`), and nothing is launched until it lets go.
 Meanwhile it may wait for payloads that are in flight (:meth:`RoundService.wait_out`): all ranks have agreed on these,
-so none of them needs another round for them. Each takes what has come in every wait. So of all payloads that are in
-flight the first one always ends.
+so none of them needs another round for them. Each takes what has come in every wait. A launch may wait for earlier
+reductions to land: so who waits for readers lands first. So of all payloads in flight the first one always ends.
 
 `[Note: ends]` A rank whose connection closes, for which another has waited ``timeout_s`` in vain, or that says that it
 has failed, is an error on all ranks, with one text. After it every call raises it again. The links are cut, so that
@@ -204,8 +204,8 @@ class RoundService:
         self._until(lambda: self._runner.has_arrived(flight), want, flight=flight, serve=False)
 
     def take_all(self, want: Want) -> None:
-        """Return when everything that is in flight has arrived here, without taking a round meanwhile."""
-        while (flight := self._runner.oldest_flight) is not None:
+        """Return when all that is in flight has arrived, without taking a round; at once where nothing may land."""
+        while self._runner.may_land and (flight := self._runner.oldest_flight) is not None:
             self._until(partial(self._runner.has_arrived, flight), want, flight=flight, serve=False, land=True)
 
     @contextmanager

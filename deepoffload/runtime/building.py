@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepoffload.copies.payload_numbers import BUILT_NUMBER, FIRST_BUILDING_NUMBER
 from deepoffload.copies.rank_device import GatherFlight
-from deepoffload.copies.rank_link import BUILT_NUMBER, FIRST_BUILDING_NUMBER, RankLink
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.copies.shown import HostMemory
 from deepoffload.io.checksums import crc32c
 from deepoffload.memory.block import Block

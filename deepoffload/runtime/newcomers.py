@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepoffload.copies.rank_link import LATE_NUMBER, RankLink, gradients_number, late_index, weights_number
+from deepoffload.copies.payload_numbers import LATE_NUMBER, gradients_number, late_index, weights_number
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.errors import UsageError
 from deepoffload.io.checksums import crc32c
 from deepoffload.params.torch_private import get_data, outside_user_modes

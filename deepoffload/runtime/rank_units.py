@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepoffload.copies.copy_memory import CopyMemory
-from deepoffload.copies.rank_link import gradients_number, weights_number
+from deepoffload.copies.payload_numbers import gradients_number, weights_number
 from deepoffload.copies.shown import ShownMemory
 from deepoffload.optim.gradients import Gradients
 from deepoffload.optim.rank_gradients import RankGradients

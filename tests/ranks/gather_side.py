@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepoffload.copies.copy_memory import CopyMemory
 from deepoffload.copies.host_link import host_offset
-from deepoffload.copies.rank_link import weights_number
+from deepoffload.copies.payload_numbers import weights_number
 from deepoffload.errors import RankError
 from deepoffload.io.engine import IoEngine
 from deepoffload.io.swap_space import SwapSpace

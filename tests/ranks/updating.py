@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from deepoffload.copies.rank_link import RankLink, gradients_number, weights_number
+from deepoffload.copies.payload_numbers import gradients_number, weights_number
+from deepoffload.copies.rank_link import RankLink
 from deepoffload.memory.arena import Arena
 from deepoffload.optim.adam import CPUAdamW
 from deepoffload.optim.rank_gradients import RankGradients
