@@ -48,6 +48,24 @@ def optimizer_of(model: nn.Module) -> deepoffload.CPUAdamW:
     return deepoffload.CPUAdamW(model.parameters(), lr=5e-3, max_grad_norm=0.5)
 
 
+def watch_landings(engine: Any) -> list[int]:
+    """How many reductions had not landed when a gather came for which memory had no room next to a landing. It is
+    launched when they have."""
+    contributions, waited = engine.gradients.contributions, []
+    link, slots = contributions._link, contributions._slots
+    before_gather = link.before_gather
+
+    def watched(paged_bytes: int) -> None:
+        has_spare, in_flight = slots.has_spare(paged_bytes), len(contributions._reducing)
+        before_gather(paged_bytes)
+        if not has_spare:
+            assert not contributions._reducing
+            waited.append(in_flight)
+
+    link.before_gather = watched
+    return waited
+
+
 def train(transport: str, path: str) -> list[float]:
     """This rank's losses."""
     config: dict[str, Any] = {"ranks": {"timeout_s": 30, "transport": transport}, "nvme_path": path}
@@ -62,7 +80,10 @@ def train(transport: str, path: str) -> list[float]:
         except BudgetError as error:
             assert error.enough_bytes is not None and error.enough_bytes > host_bytes
             host_bytes = error.enough_bytes
+    engine = context.engine
+    assert engine is not None
     rank, optimizer, losses = dist.get_rank(), optimizer_of(model), []
+    waited = watch_landings(engine)
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             loss = loss_of(model, step, micro_batch, rank)
@@ -70,9 +91,8 @@ def train(transport: str, path: str) -> list[float]:
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    engine = context.engine
-    assert engine is not None
     engine.close()
+    assert any(waited)
     assert not list(Path(path).iterdir())
     return losses
 

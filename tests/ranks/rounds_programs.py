@@ -20,8 +20,8 @@ from deepoffload.errors import RankError
 from deepoffload.ranks.collectives import wait_within
 from deepoffload.ranks.exchange import Reduction
 from deepoffload.ranks.group import open_group
-from deepoffload.ranks.rounds import Payload, Want, WantKind
-from deepoffload.ranks.service import RoundService
+from deepoffload.ranks.rounds import Payload, WaitFor, Want, WantKind
+from deepoffload.ranks.service import SLICE_S, RoundService
 from deepoffload.ranks.transport import open_exchange
 from tests.support.rank_processes import LONG_S, own_group
 from tests.support.waiting import wait_until
@@ -50,10 +50,30 @@ class Flight:
             self._then = None
 
 
-class Side:
-    """One rank: its shards, its whole copies and its sums."""
+class BetweenLooks(Flight):
+    """One that comes between its second look and its third: one takes what has come, one chooses what to wait for."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, work: Any, then: Callable[[], None] | None) -> None:
+        super().__init__(work, then)
+        self.looks = 0
+        self.came_s = self.taken_s = 0.0
+
+    def ready(self) -> bool:
+        self.looks += 1
+        if self.looks == 2:
+            self.came_s = time.monotonic()
+        return self.looks > 2 and super().ready_within(LONG_S)
+
+    def arrive(self) -> None:
+        super().arrive()
+        self.taken_s = time.monotonic()
+
+
+class Side:
+    """One rank: its shards, its whole copies and its sums. ``flight``: how transfers come."""
+
+    def __init__(self, path: str, flight: type[Flight] = Flight) -> None:
+        self.flight = flight
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(path, self.world_size)
         self.payload: Any = dist.ProcessGroupGloo(dist.PrefixStore("payload", store), self.rank, self.world_size, LIMIT)
@@ -73,6 +93,7 @@ class Side:
             self.launch,
             lambda want: f"blocks.{want.unit}",
             timeout_s=LONG_S,
+            ready_at_launch=flight is BetweenLooks,
         )
 
     # -- payload ----------------------------------------------------------------------------------------------------
@@ -84,7 +105,7 @@ class Side:
         if payload.kind is WantKind.REDUCE and self.rank in payload.ranks:
             given = self.parts[payload.unit].pop(0)
         got = [torch.empty(NUMEL) for _ in range(self.world_size)]
-        flight = Flight(self.payload.allgather(got, given), lambda: self.arrived(payload, got))
+        flight = self.flight(self.payload.allgather(got, given), lambda: self.arrived(payload, got))
         if payload.kind is WantKind.GATHER:
             if self.rank in payload.ranks:
                 self.flights[payload.unit] = flight
@@ -232,6 +253,21 @@ def unequal_everything(path: str) -> dict[str, Any]:
     side.service.close()
     dist.destroy_process_group()
     return side.result()
+
+
+def come_between_looks(path: str) -> float:
+    """Rank 1 comes to its step when rank 0 has waited there for longer than one wait. Says how long what came to this
+    rank waited for it."""
+    side = Side(path, BetweenLooks)
+    side.reduce(0)
+    if side.rank == 1:
+        side.service.wait_reduced(0, WaitFor.ROOM)
+        time.sleep(2 * SLICE_S)
+    side.service.meet(WantKind.STEP)
+    (flight,) = side.reductions
+    side.service.close()
+    assert isinstance(flight, BetweenLooks)
+    return flight.taken_s - flight.came_s
 
 
 def slow_rank(path: str, steps: int, pauses_s: tuple[float, ...]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepoffload.ranks.service import SLICE_S
 from deepoffload.ranks.wait_times import NUDGE_AFTER_S
 from tests.ranks import rounds_programs
 from tests.support.programs import Programs
@@ -35,6 +36,12 @@ def test_equal_programs_make_one_round_for_each_want(world_size: int, tmp_path: 
         for result in results:
             assert result["stats"].mixed_rounds == 0
             assert result["stats"].rounds == steps * (3 * rounds_programs.UNITS + 1) + 1
+
+
+def test_what_comes_between_two_looks_is_taken_at_once(tmp_path: Path) -> None:
+    """Others may wait until it is. A wait for their round would take a second."""
+    waited_s, _ = values_of(rounds_programs.come_between_looks, 2, str(tmp_path / "store"))
+    assert waited_s < SLICE_S / 2
 
 
 def test_a_slow_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
