@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import deepoffload
 from deepoffload.errors import BudgetError
+from tests.support.inspect import watch_landings
 
 WIDTH, VOCABULARY, STEPS, MICRO_BATCHES = 32, 96, 4, 2
 
@@ -46,24 +47,6 @@ def loss_of(model: nn.Module, step: int, micro_batch: int, rank: int) -> Tensor:
 
 def optimizer_of(model: nn.Module) -> deepoffload.CPUAdamW:
     return deepoffload.CPUAdamW(model.parameters(), lr=5e-3, max_grad_norm=0.5)
-
-
-def watch_landings(engine: Any) -> list[int]:
-    """How many reductions had not landed when a gather came for which memory had no room next to a landing. It is
-    launched when they have."""
-    contributions, waited = engine.gradients.contributions, []
-    link, slots = contributions._link, contributions._slots
-    before_gather = link.before_gather
-
-    def watched(paged_bytes: int) -> None:
-        has_spare, in_flight = slots.has_spare(paged_bytes), len(contributions._reducing)
-        before_gather(paged_bytes)
-        if not has_spare:
-            assert not contributions._reducing
-            waited.append(in_flight)
-
-    link.before_gather = watched
-    return waited
 
 
 def train(transport: str, path: str) -> list[float]:

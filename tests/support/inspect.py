@@ -106,3 +106,22 @@ def owned_gradient(gradients: RankGradients, handle: ParamHandle) -> tuple[int, 
     found = torch.frombuffer(tiers.arena.buffer, dtype=slot.dtype, count=run.numel, offset=start).clone()
     tiers.release(slot.block)
     return run.start, found
+
+
+def watch_landings(engine: Engine) -> list[int]:
+    """How many reductions had not landed when a gather came for which memory had no room next to a landing. It is
+    launched when they have."""
+    assert isinstance(engine.gradients, RankGradients)
+    contributions, waited = engine.gradients.contributions, list[int]()
+    link, slots = contributions._link, contributions._slots
+    before_gather = link.before_gather
+
+    def watched(paged_bytes: int) -> None:
+        has_spare, in_flight = slots.has_spare(paged_bytes), len(contributions._reducing)
+        before_gather(paged_bytes)
+        if not has_spare:
+            assert not contributions._reducing
+            waited.append(in_flight)
+
+    link.before_gather = watched
+    return waited
