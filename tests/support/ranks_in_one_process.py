@@ -128,6 +128,7 @@ class RankParts(PagerOwner):
                 ranks=RankMap(rank, (0,) * world_size),
                 exchange=None,
                 rates=None,
+                is_held=False,
                 hold=nullcontext,
                 meet_edit=lambda number, edited: None,
                 on_forward=lambda units: None,
