@@ -34,14 +34,14 @@ def test_programs_that_differ_train_as_one(tmp_path: Path) -> None:
 
 
 def test_three_ranks_that_use_layers_in_other_orders_train_as_one(tmp_path: Path) -> None:
-    """Also where memory has no room for a contribution that waits, and where gradients of other layers come between
-    those of one."""
+    """Also where memory has no room for a contribution that waits, where gradients of other layers come between those
+    of one, and where weights are used past the forward of their module."""
     little, least = ({"host_budget": size, "nvme_budget": "64MiB"} for size in ("4MiB", "1MiB"))
     jobs = [
         *(Job(uneven="other order", data_ranks=3, config={**little, "ranks": each}) for each in BY),
         *(
-            Job("gpt-pairs", uneven=how, data_ranks=3, micro_batches=2, config={**config, "ranks": BY[0]})
-            for how in ("places", "places again")
+            Job(model, uneven=how, data_ranks=3, micro_batches=2, config={**config, "ranks": BY[0]})
+            for model, how in (("gpt-pairs", "places"), ("gpt-pairs-frozen", "places again"))
             for config in (IN_MEMORY, least)
         ),
     ]
