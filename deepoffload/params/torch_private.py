@@ -399,14 +399,27 @@ def modes_active() -> bool:
     return bool(stacked or torch.is_inference_mode_enabled())
 
 
-@contextlib.contextmanager
-def outside_user_modes() -> Iterator[None]:
-    """Outside every user mode: bytes that deepoffload moves are nobody's operation.
+class _WithoutDoors:
+    """As :func:`outside_user_modes`, where there are no modes. A generator would cost five times as much."""
 
-    No dispatch mode, no function mode, no functorch level, no inference mode, no gradient, no default device. The cheap
-    tests first: leaving modes that are not there costs as much as the rest together. Ctrl-C waits for the end of it:
-    in between, one that unwinds would leave the doors off, or gradients.
-    """
+    __slots__ = ("_doors", "_has_gradients")
+
+    def __enter__(self) -> None:
+        SHIELD.__enter__()
+        self._doors = _no_torch_function()
+        self._doors.__enter__()
+        self._has_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: Any) -> None:
+        torch._C._set_grad_enabled(self._has_gradients)
+        self._doors.__exit__(*raised)
+        SHIELD.__exit__(*raised)
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    """As :func:`outside_user_modes`, where there are modes."""
     with SHIELD, contextlib.ExitStack() as stack:
         if _peek_interpreter_stack() is not None:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -416,12 +429,20 @@ def outside_user_modes() -> Iterator[None]:
             stack.enter_context(disable_current_modes())
         if len_function_stack():
             stack.enter_context(torch._C.DisableTorchFunction())
-        else:
-            stack.enter_context(_no_torch_function())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        yield
+        with _WithoutDoors():
+            yield
+
+
+def outside_user_modes() -> contextlib.AbstractContextManager[None]:
+    """Outside every user mode: bytes that deepoffload moves are nobody's operation.
+
+    No dispatch mode, no function mode, no functorch level, no inference mode, no gradient, no default device. The cheap
+    tests first: leaving modes that are not there costs as much as the rest together. Ctrl-C waits for the end of it:
+    in between, one that unwinds would leave the doors off, or gradients.
+    """
+    return _without_modes() if modes_active() else _WithoutDoors()
 
 
 def outside_modes() -> contextlib.AbstractContextManager[None]:
