@@ -26,7 +26,7 @@ NATIVE := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-integrations test-versions lint simulated-gpu format sanitize clean
+.PHONY: help install demo test check test-integrations test-versions lint simulated-gpu compiled-tests format sanitize clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
@@ -47,9 +47,9 @@ $(INSTALLED): pyproject.toml setup.py constraints-dev.txt csrc/aio/build_aio.py 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
 
-# What one core does before the tests begin: the checks, and compiling the simulated GPU.
+# What one core does before the tests begin: the checks, compiling the simulated GPU, and compiling what tests import.
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint simulated-gpu
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint simulated-gpu compiled-tests
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 check: lint
@@ -71,6 +71,10 @@ lint: $(INSTALLED)
 
 simulated-gpu: $(INSTALLED)
 	$(BIN)/python -c "from tests.support.simulated_gpu.build import build; build()"
+
+# Python compiles a file when it is first imported. Four processes that begin together would each compile all of them.
+compiled-tests: $(INSTALLED)
+	@said=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { printf '%s\n' "$$said"; exit 1; }
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix-only --quiet .
