@@ -118,7 +118,7 @@ class DeviceTransfers:
             return bool(waited)
 
     def leased_bytes(self, lane: Lane) -> int:
-        """What the copies of ``lane`` keep in memory of blocks that are paged."""
+        """The bytes of paged blocks that copies of ``lane`` keep in memory."""
         blocks = {copy.block.id: copy.block for copy in self._in_flight.get(lane, ())}
         return sum(block.room_bytes for block in blocks.values() if block.id not in self._tiers.static)
 

@@ -117,8 +117,8 @@ class RankLink:
         values_of_rank_0: as :class:`RankGroup` says.
         rounds: what waits for other ranks.
         on_reduce: starts reductions; none are posted before it is there.
-        before_gather: called when a gather is about to be launched that takes room, with the bytes that this one and
-            those before it lease of what is paged.
+        before_gather: called before a gather of a paged block is launched, with the bytes of paged blocks that gathers
+            lease, those of this one among them.
         on_forward: called when the program enters the forward of units, by number, also in a backward.
         before_meeting: called before this rank waits at a step or at the end, in order.
         state: serves gathers of optimizer state; none are posted before it is there.
@@ -262,8 +262,8 @@ class RankLink:
         self._wait_out(_Release(flight), number)
 
     def _wait_out(self, flight: PayloadFlight, number: int) -> None:
-        """Wait where nothing may be launched. What has been launched lands before, if it may: the others may be in
-        launches that wait for that."""
+        """Wait where nothing may be launched. What has been launched lands before, if it may: another rank may be in a
+        launch that waits for that."""
         want = Want(WantKind.GATHER, number)
         self.rounds.take_all(want)
         self.rounds.wait_out(flight, want)

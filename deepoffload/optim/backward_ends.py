@@ -34,5 +34,5 @@ class BackwardEnds:
         return bool(self._watched - {graph_task()})
 
     def forget(self) -> None:
-        """Those that an error has ended are not told of."""
+        """Watch none any more. torch does not tell the end of a backward that has raised an error."""
         self._watched.clear()

@@ -327,9 +327,9 @@ class Contributions:
             self._land_first()
 
     def _before_gather(self, paged_bytes: int) -> None:
-        """`[Note: room for landing]` Where memory has no room for what others read of this rank next to all that a step
-        needs, what was launched before lands first. Else a landing may wait for room until they have read it, and one
-        of them may be in an earlier launch, which waits for this landing."""
+        """`[Note: room for landing]` Others read a block of this rank. Where memory has no room for it next to all that
+        a step needs, what was launched before lands first. Else a landing may wait for room until they have read it.
+        One of them may be in an earlier launch, and wait there for this landing."""
         if not self._slots.has_spare(paged_bytes):
             while self._reducing:
                 self._land_first()

@@ -199,9 +199,8 @@ class RankGradients(Gradients):
                 pager.pump()
 
     def _make_undisturbed(self, early: RankEarlyUpdates) -> None:
-        """Make the updates inside backward of units that no other rank reads now. A wait for one that does might not
-        end: it may be in a launch that comes before that gather, and wait until this rank has landed something. An
-        update lands nothing."""
+        """Make the updates inside backward of units that no other rank reads now. The others are made later, so that
+        backward does not wait for readers."""
         if early.decided and isinstance(self.pager.memory, CopyMemory):
             self.pager.memory.transfers.poll()
         while early.decided and not any(block.copying for block in early.decided[0].blocks()):

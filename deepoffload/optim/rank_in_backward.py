@@ -1,9 +1,9 @@
 """Updates inside backward with several ranks: each rank updates its runs of a unit when the sums of all have landed.
 
 A landing may happen in the middle of something else, such as a launch. So a unit whose last gradient has landed only
-gets a *decided* update as its ``pending``. It is made when autograd comes to the next gradient, at the step, or when
-somebody looks at the unit. A gather is a look, on every rank: it is launched after the same reductions everywhere, so
-it shows the unit before its update on all ranks, or after it on all.
+gets a *decided* update as its ``pending``. It is made when autograd comes to the next gradient and no rank reads the
+unit, at the step, or when somebody looks at the unit. A gather is a look, on every rank: it is launched after the same
+reductions everywhere, so it shows the unit before its update on all ranks, or after it on all.
 
 Whether more gradients come is said in the contributions, since one rank's program may be further than another's. Where
 a sum lacks a rank that waits for it, that rank's part comes later.

@@ -154,7 +154,7 @@ class RoundRunner:
 
     @property
     def may_land(self) -> bool:
-        """Whether nothing is in the middle of something, but for a launch that waits."""
+        """Whether reductions may land: nothing is in progress here, except perhaps a launch that waits."""
         return self.held == self._launching
 
     def has_arrived(self, flight: PayloadFlight) -> bool:

@@ -109,8 +109,8 @@ def owned_gradient(gradients: RankGradients, handle: ParamHandle) -> tuple[int, 
 
 
 def watch_landings(engine: Engine) -> list[int]:
-    """How many reductions had not landed when a gather came for which memory had no room next to a landing. It is
-    launched when they have."""
+    """Watch gathers for which memory has no room next to a landing: each is launched when all reductions have landed.
+    Returns how many had not when it came, by gather, as they come."""
     assert isinstance(engine.gradients, RankGradients)
     contributions, waited = engine.gradients.contributions, list[int]()
     link, slots = contributions._link, contributions._slots
